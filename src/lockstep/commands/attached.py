@@ -1,4 +1,6 @@
-"""Start a command with a recorder in its Python processes, for `trace`, `profile`, `goodput` and `report`.
+"""Start a command with a recorder in its Python processes.
+
+`trace`, `profile`, `goodput` and `report` use it.
 
 check_program("trace", program)
 folder, created = new_folder("one", "trace.json", {})
@@ -29,9 +31,11 @@ __all__ = [
     "run_attached",
 ]
 
+# Python imports the `sitecustomize` of this folder when it starts, which attaches the recorder.
 _ATTACH = Path(__file__).parents[1] / "trace" / "attach"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_TICK = 0.2  # seconds
+# Seconds between two calls of `tick`.
+_TICK = 0.2
 
 
 class Exit(NamedTuple):
@@ -87,16 +91,18 @@ def run_attached(
 
     Args:
         name: of lockstep's command, for the message.
-        variables: of the environment, which tell the recorder what to do.
+        variables: of the environment, which configure the recorder.
         tick: is called several times a second while the command runs.
 
     Raises:
         ConfigError: the program cannot be started: a file without a first line, or of another machine.
     """
+    # First on the path, so that the recorder is found before a sitecustomize of the environment.
     paths = [str(_ATTACH), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
     processes: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # signals that came before the process was there
+    # Signals that came before the process existed.
+    early: list[int] = []
     interrupts: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -105,6 +111,7 @@ def run_attached(
         if not processes:
             early.append(number)
 
+    # Ctrl-C reaches the command from the terminal: forwarding it would send it twice.
     def interrupt(number: int, _: FrameType | None) -> None:
         interrupts.append(number)
         if not processes:
@@ -123,10 +130,11 @@ def run_attached(
                 process.wait(_TICK)
         code = process.wait()
     finally:
+        # The handlers belong to this process: restore them whatever happened.
         for number, handler in before.items():
             signal.signal(number, handler)
     code = code if code >= 0 else 128 - code
-    # torchrun's code after Ctrl-C, and that of a Python that was still starting
+    # torchrun ends with 1 after Ctrl-C, and so does a Python that was still starting.
     if interrupts and code == 1:
         code = 128 + signal.SIGINT
     return Exit(code, bool(interrupts) or code == 128 + signal.SIGINT)

@@ -32,11 +32,11 @@ def command(argv: list[str]) -> int:
     if args.action == "prune":
         return _prune(args)
     if args.action == "import":
-        # Loads torch
+        # Imported late: it loads torch.
         import_weights = importlib.import_module("lockstep.checkpoint.command").import_weights
         import_weights(Path(args.source), Path(args.out), args.prefix, args.drop)
         return 0
-    # Loads torch
+    # Imported late: it loads torch.
     run = importlib.import_module("lockstep.checkpoint.command").run
     options = {"tensors": getattr(args, "tensors", False), "as_json": getattr(args, "json", False)}
     code: int = run(args.action, args.run, args.step, **options)
@@ -46,7 +46,7 @@ def command(argv: list[str]) -> int:
 def _prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise ConfigError(f"--keep is {args.keep}: it must be at least 1; to remove all, delete the run's folder")
-    # Loads torch
+    # Imported late: it loads torch.
     prune = importlib.import_module("lockstep.training.prune").prune
     prune(args.run, args.keep, best=args.keep_best, dry_run=args.dry_run, as_json=args.json)
     return 0

@@ -45,7 +45,7 @@ def _prepare(args: argparse.Namespace) -> int:
         raise ConfigError(f"--skip is {args.skip}: it must be from 0 to 1")
     if not 0.0 < args.evaluation < 1.0:
         raise ConfigError(f"--evaluation is {args.evaluation}: it must be above 0 and below 1")
-    # Loads torch
+    # Imported late: it loads torch.
     prepare: Any = importlib.import_module("lockstep.tasks.prepare")
     hub: Any = importlib.import_module("lockstep.text.hub")
     store: Any = importlib.import_module("lockstep.text.token_store")
@@ -54,6 +54,7 @@ def _prepare(args: argparse.Namespace) -> int:
     columns = args.text_column, args.encoding, packing.answers, args.skip
     request = hub.DataRequest(args.source, args.subset, args.split, args.revision, *columns)
     folder = Path(args.out).expanduser()
+    # Tables of the rows are shared between runs, so they are in the cache.
     rows = (Path(args.cache).expanduser() if args.cache else files.default_cache()) / "rows"
     job = prepare.Job(request, packing, args.shard_mib << 20, args.tokenizer, args.trust_remote_code, folder, rows)
     tokenizer = prepare.named_tokenizer(args.tokenizer, args.trust_remote_code, rows, _say)
@@ -64,7 +65,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    # Loads torch
+    # Imported late: it loads torch.
     prepare: Any = importlib.import_module("lockstep.tasks.prepare")
     folder = Path(args.folder).expanduser()
     index = prepare.read_index(folder)

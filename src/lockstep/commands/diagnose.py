@@ -42,9 +42,9 @@ def doctor_command(argv: list[str]) -> int:
         args = _doctor_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    # Loads torch
+    # Imported late: it loads torch.
     code: int = importlib.import_module("lockstep.diagnose.doctor.command").run(args)
-    # A flag of train is absent if not given
+    # A flag of train that was not given is absent. One rank prints the hint.
     hint = lint_hint([getattr(args, "task", None) or ""])
     if hint and not args.json and os.environ.get("RANK", "0") == "0":
         print(f"lockstep doctor: {hint}", file=sys.stderr)
@@ -83,9 +83,9 @@ def plan_command(argv: list[str]) -> int:
         args = _plan_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    # DDP warns of how it is traced
+    # Set before torch is loaded: DDP would warn about the tracing.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Loads torch
+    # Imported late: it loads torch.
     code: int = importlib.import_module("lockstep.diagnose.plan.command").run(args)
     return code
 
@@ -185,9 +185,9 @@ def scale_command(argv: list[str]) -> int:
         ConfigError: an invalid flag of scale or of train; exit code 2, and nothing was started.
         LockstepError: a run failed; the measurements so far are printed first.
     """
-    own, flags = _split(argv)
+    scale_flags, flags = _split(argv)
     try:
-        args = _scale_parser().read(own)
+        args = _scale_parser().read(scale_flags)
         if args.extrapolate:
             extrapolate = ascending("--extrapolate", args.extrapolate)
         else:
@@ -200,6 +200,7 @@ def scale_command(argv: list[str]) -> int:
         config = cli.parse(flags)
     except SystemExit as end:  # --help
         return int(end.code or 0)
+    # Without a choice both kinds of scaling are measured.
     modes = tuple(mode for mode, enabled in ((STRONG, args.strong), (WEAK, args.weak)) if enabled)
     request = ScaleRequest(
         tuple(flags),
@@ -222,7 +223,7 @@ def _of_runs(args: argparse.Namespace, flags: list[str], extrapolate: tuple[int,
         raise ConfigError("--runs compares existing runs and takes no flags of train; remove those after `--`")
     module = importlib.import_module("lockstep.diagnose.scale.command")
     with ExitStack() as stack:
-        paths = [stack.enter_context(open_folder(each)) for each in args.runs]
+        paths = [stack.enter_context(open_folder(name)) for name in args.runs]
         code: int = module.compare(paths, extrapolate, args.ranks_per_node, as_json=args.json)
     return code
 
@@ -271,4 +272,5 @@ def _scale_parser() -> Parser:
     return parser
 
 
+# Flags of scale itself: a hint for flags of train must not name them.
 _OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "runs", "ranks_per_node", "json")

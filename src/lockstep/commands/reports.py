@@ -94,7 +94,7 @@ def _write_report(folders: list[Path], output: str) -> int:
         path = Path(output).expanduser()
     else:
         path = folders[0] / "report.html"
-    # Loads torch, for the fingerprints
+    # Imported late: it loads torch, for the fingerprints.
     page = importlib.import_module("lockstep.report.page")
     try:
         page.write(folders, path)
@@ -129,11 +129,11 @@ def runs_command(argv: list[str]) -> int:
         args = _runs_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    place: AbstractContextManager[Path] = nullcontext(Path(args.folder))
+    context: AbstractContextManager[Path] = nullcontext(Path(args.folder))
     if is_url(args.folder):
-        # Loads torch
-        place = importlib.import_module("lockstep.checkpoint.stored").open_runs(args.folder)
-    with place as folder:
+        # Imported late: it loads torch.
+        context = importlib.import_module("lockstep.checkpoint.stored").open_runs(args.folder)
+    with context as folder:
         importlib.import_module("lockstep.training.runs").print_runs(folder, as_json=args.json)
     return 0
 

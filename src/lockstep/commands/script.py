@@ -1,4 +1,6 @@
-"""Run a command, time the steps of its training processes, and report: a verdict, the wall time, or a page.
+"""Run a command, time the steps of its training processes, and report.
+
+The result is a verdict, an account of the wall time, or a page.
 
 lockstep profile -- torchrun --nproc-per-node 2 train.py
 lockstep goodput -- python train.py --epochs 3
@@ -27,6 +29,7 @@ from lockstep.files import write_whole
 
 __all__ = ["script_command"]
 
+# Marks a folder as created by these commands; it has the command's scripts.
 _MARK = "command.json"
 _ABOUT = {
     "profile": "report where the time of its steps goes, and what to change first",
@@ -65,11 +68,13 @@ def script_command(name: str, argv: list[str]) -> int:
     try:
         code, interrupted = run_attached(name, program, variables, traces.look if traces else None)
     except (ConfigError, KeyboardInterrupt):
+        # The command did not start, so there is nothing to keep.
         _remove(folder, created)
         raise
     if code and not interrupted:
         _say(name, f"the command ended with exit code {code}")
     problem = _end(folder, created, "interrupted" if interrupted else "failed" if code else "finished")
+    # Ctrl-C came before the first step: the command's code says enough.
     if problem and interrupted and code:
         _say(name, "interrupted before the first step; nothing is recorded")
         return code
@@ -139,6 +144,7 @@ class _Traces:
         paths = sorted(self.folder.glob("rank-*.json.gz"))
         if paths and not self._ranks:
             reading = importlib.import_module("lockstep.diagnose.profile.reading")
+            # Each trace has the number of ranks. Until it is complete, it cannot be read.
             with contextlib.suppress(ConfigError):
                 self._ranks = int(reading.read(paths[0]).about["world_size"])
         if self._ranks and len(paths) >= self._ranks:
@@ -147,7 +153,7 @@ class _Traces:
                     _say("profile", "the command goes on; Ctrl-C ends it")
 
     def judge(self) -> int:
-        """Print the verdict, write it beside the traces, and return the last traced step.
+        """Print the verdict, write it next to the traces, and return the last traced step.
 
         Raises:
             ConfigError: a rank's trace is missing, damaged, or has other steps.
@@ -164,7 +170,10 @@ class _Traces:
 
 
 def _end(folder: Path, created: bool, status: str) -> str:
-    """Write how the command ended; remove the folder and return the reason if nothing was recorded."""
+    """Record how the command ended; return why nothing was recorded, or "".
+
+    Removes a folder without records.
+    """
     started = folder / STARTED
     has_torch = started.exists()
     started.unlink(missing_ok=True)
@@ -187,7 +196,7 @@ def _remove(folder: Path, created: bool) -> None:
 
 
 def _steps(folder: Path) -> int:
-    """The steps of the last start."""
+    """Return the steps of the last start."""
     start = importlib.import_module("lockstep.report.goodput").goodput(folder / "timeline.jsonl").starts[-1]
     return int(start.last - start.first)
 
@@ -196,12 +205,14 @@ def _profile(folder: Path, _: argparse.Namespace, traces: _Traces | None) -> str
     assert traces is not None
     if traces.judged:
         return ""
-    first = traces.span[0]
+    first_step = traces.span[0]
     steps = _steps(folder)
     if not traces.folder.exists():
-        if steps < first:
-            return f"the command took {steps} steps, and the trace begins with step {first}: give a smaller --warmup"
-        return f"the command ended in the traced steps, {first} to {traces.span[1]}, without a trace: no verdict"
+        if steps < first_step:
+            return (
+                f"the command took {steps} steps, and the trace begins with step {first_step}: give a smaller --warmup"
+            )
+        return f"the command ended in the traced steps, {first_step} to {traces.span[1]}, without a trace: no verdict"
     try:
         traces.judge()
     except ConfigError as error:
@@ -217,7 +228,7 @@ def _goodput(folder: Path, args: argparse.Namespace, _: _Traces | None) -> str:
 def _report(folder: Path, _: argparse.Namespace, __: _Traces | None) -> str:
     path = folder / "report.html"
     try:
-        # Loads torch
+        # Imported late: it loads torch.
         importlib.import_module("lockstep.report.page").write([folder], path)
     except OSError as error:
         return f"{printable(str(path))}: {error.strerror or error}"

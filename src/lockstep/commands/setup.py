@@ -73,10 +73,11 @@ def init_command(argv: list[str]) -> int:
 
 
 def _write_files(folder: Path, texts: dict[str, str]) -> None:
-    """Write all files, or none: a part of them would make the next `lockstep init` refuse the folder."""
+    """Write all files, or none, since `lockstep init` refuses a folder with some."""
     written: list[Path] = []
     try:
         for name, text in texts.items():
+            # "x" fails if a file exists, so none is overwritten.
             with (folder / name).open("x", encoding="utf-8") as handle:
                 written.append(folder / name)
                 handle.write(text)

@@ -59,7 +59,7 @@ def compare_command(argv: list[str]) -> int:
 
 
 def _scripts(folder: Path) -> list[str]:
-    """The scripts of the command that a trace was recorded of; none in a trace of an earlier version."""
+    """Return the scripts of a traced command; [] in a trace of an earlier version."""
     record = json.loads((folder / FOLDER_FILE).read_text(encoding="utf-8"))
     return [str(word) for word in record.get("scripts", [])]
 
@@ -91,7 +91,7 @@ def trace_command(argv: list[str]) -> int:
         return int(end.code or 0)
     program = argv[at + 1 :]
     check_program("trace", program)
-    first, last = _span(args.steps)
+    first_step, last_step = _span(args.steps)
     if not 0 < args.max_mb < math.inf:
         raise ConfigError(f"--max-mb is {args.max_mb:g}: it must be a number above 0")
     folder, created = new_folder(args.out, FOLDER_FILE, {"format": FORMAT})
@@ -99,7 +99,7 @@ def trace_command(argv: list[str]) -> int:
     _say(f"{steps} into {printable(str(folder))}, at most {args.max_mb:g} MiB (--max-mb)")
     environment = {
         "LOCKSTEP_TRACE": str(folder),
-        "LOCKSTEP_TRACE_STEPS": f"{first}:{'' if last is None else last}",
+        "LOCKSTEP_TRACE_STEPS": f"{first_step}:{'' if last_step is None else last_step}",
         "LOCKSTEP_TRACE_MAX_MB": str(args.max_mb),
         "LOCKSTEP_TRACE_MODULES": "1" if args.modules else "0",
     }
@@ -115,7 +115,8 @@ def trace_command(argv: list[str]) -> int:
     record = {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps, "scripts": scripts}
     try:
         _ended(folder, created, record)
-    except OSError as error:  # a full disk, a folder that the command has removed: its exit code is kept
+    except OSError as error:
+        # The disk is full, or the command has removed the folder. The command's exit code is kept.
         _say(f"{printable(str(folder))}: {error.strerror or error}; the trace may be incomplete")
     hint = lint_hint(program)
     if hint:
@@ -125,6 +126,7 @@ def trace_command(argv: list[str]) -> int:
 
 def _ended(folder: Path, created: bool, record: dict[str, Any]) -> None:
     """Print a summary of the recording; remove the folder if nothing was recorded."""
+    # Keep a folder that existed before, even if nothing was recorded.
     if created and not any(path.name != FOLDER_FILE for path in folder.iterdir()):
         _removed(folder, created)
         _say(f"nothing was recorded, removed {printable(str(folder))}: {NO_STEP}")
@@ -144,12 +146,15 @@ def _say(line: str) -> None:
 
 
 def _span(text: str) -> tuple[int, int | None]:
-    """`101:200` -> (100, 200), the steps as a range from 0; `101:` and `:200` leave the other end open."""
+    """Parse `101:200` as (100, 200), a range of steps from 0.
+
+    `101:` and `:200` leave the other end open.
+    """
     if not text:
         return 0, None
-    first, colon, last = text.partition(":")
+    begin, colon, end = text.partition(":")
     try:
-        span = int(first or 1) - 1, int(last) if last else None
+        span = int(begin or 1) - 1, int(end) if end else None
     except ValueError:
         span = -1, None
     if not colon or span[0] < 0 or (span[1] is not None and span[1] <= span[0]):

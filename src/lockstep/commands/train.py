@@ -30,12 +30,12 @@ def command(argv: list[str]) -> int:
         UsageError: an invalid flag or combination; nothing was written.
         LockstepError: the run failed.
     """
-    # Not later: once torch is imported, CUDA may be initialised
+    # CUDA may be initialised as soon as torch is imported, so set the allocator's variables before.
     if "torch" not in sys.modules:
         os.environ.update(allocator_variables(os.environ))
     args = vars(_parser(argv).read(argv))
     options = cli.collect_options(args)
-    # Fail on a wrong value before torch is imported
+    # Fail on a wrong value before torch is imported, which takes seconds.
     cli.build(cli.apply_preset(options))
     read_starter(os.environ)
     failures.note_interrupt("interrupted before the run began: this start saved nothing")
@@ -54,13 +54,14 @@ def command(argv: list[str]) -> int:
     if args["find_micro_batch"]:
         importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
-    # The rank that will lock the folder
+    # Only the rank that will lock the folder checks it.
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):
         RunFolder(config.local_dir, config.experiment_name).check_free()
     run = import_training().Run(config, task)
     try:
         return _code(run().exit_code)
     except KeyboardInterrupt:
+        # A run that saved on Ctrl-C returns its code; any other interrupt passes.
         if run.status != "interrupted":
             raise
         return _code(run.result.exit_code)
@@ -115,6 +116,7 @@ def import_training() -> Any:
     gc.disable()
     try:
         with keep_interrupts():
+            # The first optimizer imports torch._dynamo: do it here, while garbage collection is off.
             importlib.import_module("torch._dynamo")
             return importlib.import_module("lockstep.training.run")
     finally:

@@ -34,7 +34,7 @@ def evaluate_command(argv: list[str]) -> int:
         args = _evaluate_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    # Loads torch
+    # Imported late: it loads torch.
     request_type = importlib.import_module("lockstep.training.inference").InferenceRequest
     evaluate_run = importlib.import_module("lockstep.training.inference").evaluate_run
     request = request_type(args.run, _which(args), args.task, args.data, args.device, ema=args.ema)
@@ -90,7 +90,7 @@ def export_command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     form = args.format or ("torch" if Path(args.out).suffix in _TORCH_ENDINGS else "safetensors")
-    # Loads torch
+    # Imported late: it loads torch.
     exporting = importlib.import_module("lockstep.training.inference")
     request = exporting.ExportRequest(args.run, args.out, form, _which(args), args.merge, args.task, args.ema)
     path = exporting.export_run(request, lambda line: print(line, file=sys.stderr))
@@ -98,7 +98,8 @@ def export_command(argv: list[str]) -> int:
     return 0
 
 
-_TORCH_ENDINGS = (".pt", ".pth", ".bin")  # files that their readers open with torch.load
+# Endings of files that their readers open with torch.load.
+_TORCH_ENDINGS = (".pt", ".pth", ".bin")
 
 
 def _export_parser() -> Parser:
@@ -136,11 +137,11 @@ def generate_command(argv: list[str]) -> int:
         return int(end.code or 0)
     _check(args)
     prompts = args.prompt or _lines()
-    # Loads torch
+    # Imported late: it loads torch.
     request_type = importlib.import_module("lockstep.training.inference").InferenceRequest
     sampling = importlib.import_module("lockstep.tasks.language_model").Sampling
     generate_texts = importlib.import_module("lockstep.training.inference").generate_texts
-    # torch.compile would recompile for each text length
+    # Without torch.compile, which would recompile for each length of text.
     request = request_type(args.run, _which(args), device=args.device, changes={"compile": False}, ema=args.ema)
     generate_texts(request, prompts, sampling(args.max_tokens, args.temperature, args.top_k, args.seed))
     return 0

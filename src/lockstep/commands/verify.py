@@ -36,7 +36,7 @@ def command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     args.engines, args.world_sizes = _names(args.engines), _sizes(args.world_sizes)
-    # Loads torch
+    # Imported late: it loads torch.
     code: int = importlib.import_module("lockstep.verify.verification").run(args)
     return code
 
@@ -66,9 +66,8 @@ def _parser() -> Parser:
         usage="lockstep verify [flags] [flags of train]",
         description="Prove that every engine and world size trains the same as one process, tensor by tensor; in "
         "float64 without --exact and --precision. Takes the flags of `lockstep train`.",
-        foreign={
-            name: message for name, message in FOREIGN.items() if name != "world_size"
-        },  # --world-sizes is its own
+        # verify has --world-sizes itself, so the hint for --world-size does not apply.
+        foreign={name: message for name, message in FOREIGN.items() if name != "world_size"},
     )
     parser.set_defaults(named=[])
     add = parser.add_argument

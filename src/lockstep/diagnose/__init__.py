@@ -1,1 +1,1 @@
-"""Diagnosis of runs: their cost beforehand, their waits and their scaling."""
+"""Diagnose runs: their cost beforehand, their waits and their scaling."""

@@ -5,7 +5,7 @@
     line = balancer.update(reports, first=20)       # after an exchange; "" if the shares stay
 
 A rank's cost per unit of work is its busy seconds divided by its work. All ranks know both for every rank (see
-`ShareReport`), so they decide alike. A decision applies to steps that no rank has requested yet, so micro-batches
+`ShareReport`), so all decide the same. A decision applies to steps that no rank has requested yet, so micro-batches
 loaded ahead stay valid. Work is one per micro-batch, or the task's estimate from its samples (`Task.work`); then each
 step is cut by its own work.
 """
@@ -50,9 +50,9 @@ class Shares(NamedTuple):
 
 def equal_shares(micro_batches: int, ranks: int) -> Shares:
     """Return ceil(M / ranks) slots per rank, so that collectives within a forward line up."""
-    each = -(-micro_batches // ranks)
-    ends = [min(rank * each, micro_batches) for rank in range(ranks + 1)]
-    return Shares(tuple(itertools.pairwise(ends)), (each,) * ranks)
+    length = -(-micro_batches // ranks)
+    ends = [min(rank * length, micro_batches) for rank in range(ranks + 1)]
+    return Shares(tuple(itertools.pairwise(ends)), (length,) * ranks)
 
 
 def shares_of_counts(counts: Sequence[int]) -> Shares:
@@ -88,7 +88,8 @@ class ShareSchedule:
 
 _Numbers = NDArray[np.float64]
 
-_BAND = 64  # runs up to this length are always tried; longer ones up to twice the fair length for the rank's speed
+# Runs up to this length are always tried. Longer ones are tried up to twice the fair length for the rank's speed.
+_BAND = 64
 
 
 def cut(work: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()) -> Shares:
@@ -107,21 +108,24 @@ def cut(work: Sequence[float], costs: Sequence[float], most: Sequence[int] = ())
     count = len(work)
     ends = np.array(list(itertools.accumulate(work, initial=0.0)))
     widths = _widths(count, costs, most or (count,) * len(costs))
-    first = np.full(count + 1, np.inf)
-    first[0] = 0.0
-    best = first
+    start_loads = np.full(count + 1, np.inf)
+    start_loads[0] = 0.0
+    # First pass: the smallest possible load of the slowest rank, for every number of micro-batches so far.
+    best = start_loads
     for cost, width in zip(costs, widths, strict=True):
         best = np.maximum(_before(best, width), cost * _work(ends, width)).min(axis=1)
     limit = best[count]
-    best = first
+    # Second pass: within that limit, the smallest sum of squared loads.
+    best = start_loads
     choices = []
     for cost, width in zip(costs, widths, strict=True):
         load = cost * _work(ends, width)
         total = _before(best, width) + np.where(load <= limit, load * load, np.inf)
-        # The shortest of equally good runs
+        # argmin of the reversed row picks the shortest of equally good runs, on every rank.
         shortest = total[:, ::-1].argmin(axis=1)
         best = total[np.arange(count + 1), width - 1 - shortest]
         choices.append(shortest + 1)
+    # Walk back from the last rank: each choice fixes where the run before it ends.
     slots = []
     end = count
     for lengths in reversed(choices):
@@ -141,32 +145,44 @@ def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int
     speed = sum(1.0 / cost for cost in costs)
     fair = [math.ceil(2.0 * count / (cost * speed)) for cost in costs]
     widths = []
-    for own, each in zip(most, fair, strict=True):
-        widths.append(min(count, own, max(_BAND, each)))
+    for limit, fair_width in zip(most, fair, strict=True):
+        widths.append(min(count, limit, max(_BAND, fair_width)))
+    # Runs this short cannot cover all micro-batches: try every length within the limits.
     if sum(widths) >= count:
         return widths
-    return [min(count, own) for own in most]
+    return [min(count, limit) for limit in most]
 
 
 def _before(values: _Numbers, width: int) -> _Numbers:
-    """Return [count + 1, width]: row j has the values at j - width .. j - 1, the starts of runs that end at j."""
+    """Return the values at the starts of runs that end at each position.
+
+    Returns:
+        [count + 1, width]: row j has the values at j - width .. j - 1.
+    """
     return sliding_window_view(np.concatenate([np.full(width, np.inf), values[:-1]]), width)
 
 
 def _work(ends: _Numbers, width: int) -> _Numbers:
-    """Return [count + 1, width]: the work of runs that end at j; inf for impossible ones."""
+    """Return the work of runs that end at each position.
+
+    Returns:
+        [count + 1, width]; inf for impossible runs.
+    """
     padded = np.concatenate([np.full(width, -np.inf), ends[:-1]])
     work: _Numbers = ends[:, None] - sliding_window_view(padded, width)
     return work
 
 
-GAIN = 0.05  # a change must shorten the steps by this fraction, in two windows of measurements in a row
-# at least, in a window; _ENOUGH steps suffice with any number of reports
+# A change must shorten the steps by this fraction, in two windows of measurements in a row.
+GAIN = 0.05
+# A window has at least so many reports and steps. _ENOUGH steps suffice with any number of reports.
 _REPORTS = 4
 _STEPS = 8
 _ENOUGH = 64
-_COMPARED_STEPS = 16  # last steps of a window, whose times under old and new shares are compared
-_CUTS = 1024  # cuts to cache, since a device's seconds are known late
+# Last steps of a window, whose times under old and new shares are compared.
+_COMPARED_STEPS = 16
+# Cuts to cache: a device's seconds are known some steps late, and then need the cut of their step.
+_CUTS = 1024
 
 
 class ShareReport(NamedTuple):
@@ -205,7 +221,9 @@ class _UnitCost(NamedTuple):
 
 @final
 class Balancer:
-    """Measures the ranks' speed and decides their shares. The same on every rank, given the same reports.
+    """Measures the ranks' speed and decides their shares.
+
+    Decides the same on every rank, given the same reports.
 
     Args:
         micro_batches: M.
@@ -238,6 +256,7 @@ class Balancer:
         if len(costs) != ranks:
             costs = (1.0,) * ranks
             bounds = ()
+        # Bounds that a resume brings must still leave room for all micro-batches.
         if sum(bounds) < micro_batches:
             bounds = tuple(most)
         self._rules = [_CutRule(start, costs, bounds)]
@@ -247,7 +266,7 @@ class Balancer:
         self._base: Sequence[ShareReport] = ()
         self._window: list[list[_UnitCost]] = []
         self._window_steps: list[int] = []
-        # Costs of the last window, if they called for a change
+        # Costs of the last window, if they called for a change.
         self._pending_costs: tuple[float, ...] = ()
 
     def at(self, step: int) -> Shares:
@@ -256,7 +275,7 @@ class Balancer:
         return self._at(step)
 
     def guess(self, step: int) -> Shares:
-        """Return the shares of a step as decided now; those of a future step may still change."""
+        """Return the shares of a step as decided now; they may still change."""
         if self._work_of is None or step in self._cuts:
             return self._at(step)
         rule = self._rule(step)
@@ -273,7 +292,7 @@ class Balancer:
         return SharesState(list(self.costs), list(self._rules[-1].most))
 
     def check(self, first: int, stop: int) -> float:
-        """Return a checksum of the shares of the steps first .. stop - 1, to compare across ranks."""
+        """Return a checksum of the shares of first .. stop - 1, to compare ranks."""
         runs = dict.fromkeys(self.at(step).runs for step in range(first, stop))
         return float(zlib.crc32(repr(list(runs)).encode()))
 
@@ -300,12 +319,13 @@ class Balancer:
         """
         check_same_shares([report.check for report in reports])
         if not self._base:
-            # a run warms up
+            # The first report has no forward time while a run warms up: start measuring with the next one.
             if all(report.forward > 0.0 for report in reports):
                 self._base = reports
             else:
                 self._base = ()
         elif all(_is_newer(*pair) for pair in zip(self._base, reports, strict=True)):
+            # A device's times arrive late, so a window counts only reports that are newer on every rank.
             self._measure(self._base, reports)
             self._base = reports
         short = len(self._window) < _REPORTS or len(self._window_steps) < _STEPS
@@ -327,6 +347,7 @@ class Balancer:
                 self._even_shares[rule] = cut(self._even, rule.costs, rule.most)
             return self._even_shares[rule]
         if step not in self._cuts:
+            # Drop the oldest step's cut.
             while len(self._cuts) >= _CUTS:
                 del self._cuts[min(self._cuts)]
             self._cuts[step] = cut(self._work_of(step), rule.costs, rule.most)
@@ -344,6 +365,7 @@ class Balancer:
             for step in self._steps(old, new):
                 runs.append((self._work(step), *self._at(step).runs[rank]))
             total = sum(sum(work[a:b]) for work, a, b in runs)
+            # The last backward of a step contains waits for other ranks, so its micro-batch does not count.
             timed = sum(sum(work[a : b - 1]) for work, a, b in runs)
             backward = (new.backward - old.backward) / timed if timed else None
             data = max(0.0, new.data - old.data)
@@ -360,6 +382,7 @@ class Balancer:
         before = self._pending_costs
         self._pending_costs = ()
         if not self._gains(costs, steps):
+            # One window may be a disturbance: change the shares only if the next one agrees.
             return ""
         if not before:
             self._pending_costs = costs
@@ -374,17 +397,19 @@ class Balancer:
         """Whether these costs shorten the steps by at least GAIN, compared with the current rule."""
         rule = self._rules[-1]
         changes = [new / old for new, old in zip(costs, rule.costs, strict=True)]
-        # Then no cut can gain that much
+        # Ranks this close in relative speed cannot gain that much by any cut.
         if max(changes) <= (1.0 + GAIN) * min(changes):
             return False
         old = 0.0
         new = 0.0
+        # Steps with equal work share one list: compare each list once.
         for work in {id(work): work for work in map(self._work, steps)}.values():
             old += max(loads(work, costs, cut(work, rule.costs, rule.most)))
             new += max(loads(work, costs, cut(work, costs, rule.most)))
         return new < (1.0 - GAIN) * old
 
     def _add(self, rule: _CutRule) -> None:
+        # Every rank must use the new shares from the same step, so none may have loaded data for it already.
         if rule.first <= self._last_request:
             raise LockstepError(
                 f"--shares auto: new shares start in step {rule.first + 1}, but step {self._last_request + 1} was "
@@ -393,7 +418,7 @@ class Balancer:
         self._rules.append(rule)
 
     def _describe(self) -> str:
-        first, costs, _ = rule = self._rules[-1]
+        first_step, costs, _ = rule = self._rules[-1]
         fast = costs.index(min(costs))
         slow = costs.index(max(costs))
         unit = "for the same work" if self.by_length else "per micro-batch"
@@ -402,9 +427,9 @@ class Balancer:
         why = longer if ratio > 1.0 else "all ranks are equally fast"
         if self.by_length:
             speeds = ", ".join(f"{costs[fast] / cost:.2g}" for cost in costs)
-            return f"shares by length for speeds of {speeds} after step {first}: {why}"
+            return f"shares by length for speeds of {speeds} after step {first_step}: {why}"
         shares = cut(self._even, rule.costs, rule.most)
-        return f"shares {','.join(map(str, shares.slots))} after step {first}: {why}"
+        return f"shares {','.join(map(str, shares.slots))} after step {first_step}: {why}"
 
 
 def check_same_shares(checks: Sequence[float]) -> None:
@@ -422,22 +447,25 @@ def _is_newer(old: ShareReport, new: ShareReport) -> bool:
 
 
 def _costs(window: list[list[_UnitCost]]) -> tuple[float, ...]:
-    """Return each rank's seconds per unit of work: medians of a window, robust to delays.
+    """Return each rank's seconds per unit of work, as medians of a window.
+
+    Medians are robust to single delays.
 
     A rank with one micro-batch per step has no timed backward; the other ranks' ratio to the forward is used.
     """
     ranks = []
     for rank in range(len(window[0])):
         ranks.append([costs[rank] for costs in window])
-    forward = [median(each.forward for each in own) for own in ranks]
+    forward = [median(value.forward for value in unit_costs) for unit_costs in ranks]
     backwards = []
-    for own in ranks:
-        backwards.append([each.backward for each in own if each.backward is not None])
-    pairs = [(median(each), ahead) for each, ahead in zip(backwards, forward, strict=True) if each]
+    for unit_costs in ranks:
+        backwards.append([value.backward for value in unit_costs if value.backward is not None])
+    pairs = [(median(value), ahead) for value, ahead in zip(backwards, forward, strict=True) if value]
+    # Estimate a missing backward time by the other ranks' ratio of backward to forward.
     if pairs:
-        usual = sum(back for back, _ in pairs) / sum(ahead for _, ahead in pairs)
+        usual = sum(backward for backward, _ in pairs) / sum(ahead for _, ahead in pairs)
     else:
         usual = 0.0
-    back = [median(each) if each else usual * ahead for each, ahead in zip(backwards, forward, strict=True)]
-    data = [median(each.data for each in own) for own in ranks]
-    return tuple(sum(parts) for parts in zip(data, forward, back, strict=True))
+    backward = [median(value) if value else usual * ahead for value, ahead in zip(backwards, forward, strict=True)]
+    data = [median(value.data for value in unit_costs) for unit_costs in ranks]
+    return tuple(sum(parts) for parts in zip(data, forward, backward, strict=True))

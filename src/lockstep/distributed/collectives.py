@@ -4,7 +4,7 @@
     wait(work)                              # of a collective with `async_op`
     full_tensor(parameter)                  # of a DTensor
 
-All collectives of lockstep pass here or through `World`, so that whoever calls them sees the same error. Those that
+All collectives of lockstep go through here or through `World`, so that every caller sees the same error. Those that
 torch issues by itself, in the hooks of DDP and FSDP, are translated where forward and backward are called:
 `membership.translate_errors`.
 """
@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 
-_COMMON = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}  # dtypes of every backend
+# dtypes that every backend can send.
+_COMMON = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}
 
 
 def _issue(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -43,6 +44,7 @@ def _issue(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return collective(*args, **options)
     except RuntimeError as error:
+        # Another RuntimeError, such as a wrong shape, is the caller's own and passes unchanged.
         if not is_lost_peer(error, in_collective=True):
             raise
         raise lost_peers(dist.get_rank()) from error
@@ -59,11 +61,15 @@ def all_gather(tensors: list[Tensor], tensor: Tensor, **options: Any) -> Any:
 
 
 def broadcast(tensor: Tensor, **options: Any) -> None:
-    """Call `dist.broadcast` for a strided tensor, as bytes where a backend lacks its dtype or layout. Collective."""
+    """Call `dist.broadcast`, as bytes where the backend lacks the dtype. Collective.
+
+    Layouts that no backend sends, such as conjugates and views with gaps, also travel as bytes.
+    """
     is_memory = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if is_memory and tensor.dtype in _COMMON:
         _issue(dist.broadcast, tensor, **options)  # collective
         return
+    # `as_bytes` copies where the tensor is not contiguous, so the result is copied back.
     data = as_bytes(tensor)
     _issue(dist.broadcast, data, **options)  # collective
     if not is_memory:
@@ -87,7 +93,8 @@ def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
         return
     try:
         work.wait(timeout)
-    except RuntimeError as error:  # such a timeout leaves the links open, so they tell nothing
+    except RuntimeError as error:
+        # A timeout shorter than the group's leaves the links open, so the links do not show that a rank failed.
         raise lost_peers(dist.get_rank()) from error
 
 

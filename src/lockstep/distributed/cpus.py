@@ -25,7 +25,8 @@ __all__ = [
     "usable_cores",
 ]
 
-CORES_VARIABLE = "LOCKSTEP_CORES"  # cores of this node's ranks together, set where each is bound to its share
+# Cores of this node's ranks together, set where each rank is bound to its share.
+CORES_VARIABLE = "LOCKSTEP_CORES"
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -37,6 +38,7 @@ def cores(root: Path = Path("/")) -> int:
         root: parent of /proc and /sys.
     """
     granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    # Slurm without a task plugin grants cores but binds nothing, so the affinity alone would count all cores.
     if granted.isdecimal() and int(granted):
         count = min(affinity_cores(), int(granted))
     else:
@@ -45,7 +47,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def node_cores(environ: Mapping[str, str]) -> int:
-    """Count the cores that the ranks of this node may run on together, whatever a container's quota."""
+    """Count the cores that the ranks of this node may use, whatever a container's quota."""
     text = environ.get(CORES_VARIABLE, "")
     if text.isdecimal() and int(text):
         return int(text)
@@ -77,6 +79,7 @@ def cpu_quota(root: Path) -> float:
     for folder in cgroup_folders(root, "cpu"):
         pair = _words(folder / "cpu.max")
         if len(pair) < 2:
+            # cgroup v1 has the quota and its period in two files. An unlimited quota is "max" or -1.
             pair = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
         if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit() and int(pair[1]):
             quota = int(pair[0]) / int(pair[1])
@@ -99,6 +102,7 @@ def cgroup_folders(root: Path, kind: str) -> list[Path]:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
+    # A container may show only the root of the tree, so look there too.
     for line in [*lines, f"0:{kind}:/"]:
         number, kinds, path = [*line.split(":", 2), "", ""][:3]
         if number != "0" and kind not in kinds.split(","):
@@ -110,14 +114,18 @@ def cgroup_folders(root: Path, kind: str) -> list[Path]:
 
 
 def share_cores(cpus: Iterable[int], shares: int, root: Path = Path("/")) -> list[set[int]]:
-    """Divide logical CPUs into shares of neighbours, alike to one core; [] if there are fewer CPUs than shares.
+    """Divide logical CPUs into shares of neighbours that differ by at most one core.
+
+    Returns:
+        [] if there are fewer CPUs than shares.
 
     The order is NUMA node, socket, core; hyperthreads of a core stay together unless there are more shares than cores.
     """
     places = sorted((_place(cpu, root), cpu) for cpu in cpus)
     together: dict[tuple[int, ...], list[int]] = {}
-    for place, cpu in places:
-        together.setdefault(place, []).append(cpu)
+    for position, cpu in places:
+        together.setdefault(position, []).append(cpu)
+    # Keep the hyperthreads of a core together if there are cores enough.
     if len(together) >= shares:
         groups = list(together.values())
     else:
@@ -134,9 +142,12 @@ def numa_nodes(cpus: Iterable[int], root: Path = Path("/")) -> set[int]:
 
 
 def _place(cpu: int, root: Path) -> tuple[int, ...]:
-    """Return a logical CPU's NUMA node, socket and core; a core of its own where the system does not tell."""
+    """Return a logical CPU's NUMA node, socket and core.
+
+    A CPU that the system does not describe counts as a core of its own.
+    """
     folder = root / f"sys/devices/system/cpu/cpu{cpu}"
-    node = next((int(each.name[4:]) for each in folder.glob("node[0-9]*")), 0)
+    node = next((int(path.name[4:]) for path in folder.glob("node[0-9]*")), 0)
     socket, core = (_words(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
     if socket and core:
         return (node, *(int(words[0]) for words in (socket, core)))
@@ -144,8 +155,9 @@ def _place(cpu: int, root: Path) -> tuple[int, ...]:
 
 
 def bind(pid: int, cpus: Iterable[int]) -> None:
-    """Pin a process and the threads that it has to these CPUs; its children inherit them."""
-    with contextlib.suppress(OSError):  # it has ended
+    """Pin a process and its present threads to these CPUs; its children inherit them."""
+    # The process or a thread of it has ended.
+    with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.sched_setaffinity(int(thread), cpus)
 

@@ -1,10 +1,12 @@
-"""Give a process the open files and connections that its ranks need, or refuse in one line.
+"""Give a process the open files and connections that its ranks need.
+
+Refuses in one line where the system's limit is too low.
 
     ensure_descriptors(descriptors_of(rank_count, hosts_store=True), "rank 0 of 1024")
 
 In a large world gloo's groups connect on demand (`CONNECT_ON_DEMAND`): a ring and a few trees, so a rank has a few
 connections to each group, whatever the number of ranks. Only an exchange of each rank with each other, as `--exact` and
-the sharding of some optimizers have, connects all of them, in one group. The process that serves the meeting point has
+the sharding of some optimizers need, connects all ranks, in one group. The process that serves the meeting point has
 a few connections to each rank.
 """
 
@@ -14,13 +16,19 @@ from lockstep.errors import ConfigError
 
 __all__ = ["CONNECT_ON_DEMAND", "connects_on_demand", "descriptors_of", "ensure_descriptors"]
 
-CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # torch's variable; a user may set it to 0
+# torch's variable; a user may set it to 0.
+CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"
 
-_BASE = 160  # data files, logs, libraries, loader processes, and the connections of groups with rings and trees
-_FEW = 64  # ranks up to which each connects to each
-_GROUPS = 4  # of gloo: the default one, control, exchange, saver
-_STORE = 3  # a rank's connections to the meeting point: its own, its heartbeats', and its loop's
-_ENOUGH = 1 << 16  # programs that close all descriptors one by one take long with a million
+# Data files, logs, libraries, loader processes, and the connections of groups with rings and trees.
+_BASE = 160
+# Number of ranks up to which each connects to each.
+_FEW = 64
+# gloo's groups: the default one, control, exchange, saver.
+_GROUPS = 4
+# A rank's connections to the meeting point: its own, its heartbeats', and its loop's.
+_STORE = 3
+# Programs that close all descriptors one by one take long with a million.
+_ENOUGH = 1 << 16
 
 
 def connects_on_demand(ranks: int) -> bool:
@@ -61,7 +69,8 @@ def ensure_descriptors(count: int, process: str) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-        except (OSError, ValueError):  # a container may forbid it
+        except (OSError, ValueError):
+            # A container may forbid it. The check below decides whether the limit suffices.
             pass
     if soft != resource.RLIM_INFINITY and soft < count:
         raise ConfigError(

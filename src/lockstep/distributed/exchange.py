@@ -78,19 +78,20 @@ def gather_rows(
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
     order = _by_owner(owners, ranks)
-    sends = torch.cat([parts[k].reshape(-1) for own in order for k in own])
-    lengths = [sum(parts[k].numel() for k in own) for own in order]
+    sends = torch.cat([parts[k].reshape(-1) for indices_of_owner in order for k in indices_of_owner])
+    lengths = [sum(parts[k].numel() for k in indices_of_owner) for indices_of_owner in order]
     indices = order[rank]
     sizes = []
     for peer in range(ranks):
         sizes.append([_element_count(shapes[k], peer, ranks) for k in indices])
-    totals = [sum(each) for each in sizes]
+    # Each rank sends every owner its rows of the owner's tensors. All ranks of the group take part.
+    totals = [sum(lengths_of_peer) for lengths_of_peer in sizes]
     received = sends.new_empty(sum(totals))
     collectives.all_to_all_single(received, sends, totals, lengths, group=group)  # collective
     chunks = received.split_with_sizes(totals)
     by_rank = []
-    for chunk, each in zip(chunks, sizes, strict=True):
-        by_rank.append(chunk.split_with_sizes(each))
+    for chunk, lengths_of_peer in zip(chunks, sizes, strict=True):
+        by_rank.append(chunk.split_with_sizes(lengths_of_peer))
     return [torch.cat([pieces[k] for pieces in by_rank]).view(*shapes[index]) for k, index in enumerate(indices)]
 
 
@@ -114,18 +115,24 @@ def scatter_rows(
     sizes = []
     for peer in range(ranks):
         sizes.append([_element_count(shapes[k], peer, ranks) for k in order[rank]])
-    flat = [tensor.reshape(-1).split_with_sizes([each[k] for each in sizes]) for k, tensor in enumerate(tensors)]
+    flat = [
+        tensor.reshape(-1).split_with_sizes([lengths_of_rank[k] for lengths_of_rank in sizes])
+        for k, tensor in enumerate(tensors)
+    ]
     if flat:
         sends = torch.cat([pieces[peer] for peer in range(ranks) for pieces in flat])
     else:
         sends = like.new_empty(0)
-    counts = [[_element_count(shapes[k], rank, ranks) for k in own] for own in order]
-    totals = [sum(each) for each in counts]
+    counts = [[_element_count(shapes[k], rank, ranks) for k in indices_of_owner] for indices_of_owner in order]
+    # Each owner sends every rank its rows of the owner's tensors. All ranks of the group take part.
+    totals = [sum(lengths_of_rank) for lengths_of_rank in counts]
     received = like.new_empty(sum(totals))
-    collectives.all_to_all_single(received, sends, totals, [sum(each) for each in sizes], group=group)  # collective
+    collectives.all_to_all_single(
+        received, sends, totals, [sum(lengths_of_rank) for lengths_of_rank in sizes], group=group
+    )  # collective
     by_index: dict[int, Tensor] = {}
-    for own, chunk, each in zip(order, received.split_with_sizes(totals), counts, strict=True):
-        by_index |= zip(own, chunk.split_with_sizes(each), strict=True)
+    for indices_of_owner, chunk, lengths_of_rank in zip(order, received.split_with_sizes(totals), counts, strict=True):
+        by_index |= zip(indices_of_owner, chunk.split_with_sizes(lengths_of_rank), strict=True)
     return [by_index[k].view(_rows(shape, rank, ranks), *shape[1:]) for k, shape in enumerate(shapes)]
 
 
@@ -135,8 +142,9 @@ def _by_owner(owners: Sequence[int], ranks: int) -> list[list[int]]:
 
 def _rows(shape: Sequence[int], rank: int, ranks: int) -> int:
     """Return the number of a tensor's rows on `rank`, as torch.chunk cuts."""
-    each = -(-shape[0] // ranks)
-    return max(0, min(each, shape[0] - rank * each))
+    # torch.chunk gives each rank the rounded-up number of rows until none are left.
+    longest = -(-shape[0] // ranks)
+    return max(0, min(longest, shape[0] - rank * longest))
 
 
 def _element_count(shape: Sequence[int], rank: int, ranks: int) -> int:
@@ -144,16 +152,19 @@ def _element_count(shape: Sequence[int], rank: int, ranks: int) -> int:
     return _rows(shape, rank, ranks) * torch.Size(shape[1:]).numel()
 
 
-# An exchange wakes a thread, which costs a third of a 2 ms step, so it never runs more often than this.
+# Seconds. An exchange wakes a thread, which costs a third of a 2 ms step, so it never runs more often than this.
 RAGGED_SECONDS = 0.02
-# Without items it only carries stop requests.
+# Seconds. With constant items it only carries stop requests.
 STEADY_SECONDS = 0.25
+# Steps that one exchange covers at most, and so the steps that a stop request may have to wait.
 MOST_STEPS = 16
-_EXACT = 2.0**53  # up to here float64 has all whole numbers
-_HEADER = 6  # stop request, seconds per step, the run's last step on this rank, and its busy seconds
+# float64 represents every whole number up to here.
+_EXACT = 2.0**53
+# Columns before the turns: stop request, seconds per step, this rank's last step, and its three busy seconds.
+_HEADER = 6
 
 
-# Requests, least urgent first: REGROUP admits a new process, those after it stop the run.
+# Requests, least urgent first. REGROUP admits a new process; those after it stop the run.
 CONTINUE, REGROUP, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(6)
 
 
@@ -166,7 +177,12 @@ class BusySeconds(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A rank's part of a turn of a stream: its items, samples, and micro-batches that have samples."""
+    """A rank's share of a turn of a stream.
+
+    Attributes:
+        items, samples: in the turn.
+        filled: micro-batches that have samples.
+    """
 
     items: Exact
     samples: int
@@ -177,7 +193,7 @@ NO_TURN = Turn(0, 0, 0)
 
 
 class Turns(Protocol):
-    """Turns of a stream, of which those without a sample on any rank are no steps.
+    """Turns of a stream; one without a sample on any rank is no step.
 
     Attributes:
         cover: step -> None; set by the exchange, and called before a step whose turn is not settled.
@@ -186,10 +202,18 @@ class Turns(Protocol):
     cover: Callable[[int], None]
 
     def ahead(self, turn: int) -> Turn:
-        """Return this rank's part of a turn, counted from the first that is not settled; may load data."""
+        """Return this rank's share of a coming turn; may load data.
+
+        Args:
+            turn: counted from the first that is not settled.
+        """
 
     def settle(self, samples: Sequence[int], filled: Sequence[int]) -> list[int]:
-        """Return which of the next turns are steps, by their samples and filled micro-batches over all ranks."""
+        """Return which of the next turns are steps.
+
+        Args:
+            samples, filled: of each turn, over all ranks.
+        """
 
 
 class _PendingExchange(NamedTuple):
@@ -264,7 +288,7 @@ class StepExchange:
         self._last = last
         self._total_busy = busy
         self._extra = extra
-        # busy seconds at the last exchange, and its step
+        # Busy seconds at the last exchange, and its step.
         self._last_total = BusySeconds()
         self._last_total_step = 0
         self._timed_steps = timed_steps
@@ -279,19 +303,23 @@ class StepExchange:
         self.extra_by_rank: list[list[float]] = []
         self._group = None
         if world.size > 1:
+            # All ranks. Its own group, since an exchange in flight must not interleave with other agreements.
             self._group = world.new_group()  # collective
         self._stop_request = self._agreed_stop = CONTINUE
         self._pending: _PendingExchange | None = None
         self._rows: Tensor | None = None
         self._rows_by_rank: list[Tensor] = []
         self._result = _ExchangeResult(0, 0, [], 1)
-        # over the steps since the last exchange
+        # Over the steps since the last exchange.
         self._busy = 0.0
         self._steps = 0
         self._step_start: float | None = None
 
     def take_turns(self, turns: Turns | None) -> None:
-        """Exchange the items of a stream's turns from now on, and settle which of them are steps; None: no stream."""
+        """Exchange the items of a stream's turns from now on; None: no stream.
+
+        The exchange settles which turns are steps.
+        """
         self._turns = turns
         if turns:
             self._constant = None
@@ -299,18 +327,21 @@ class StepExchange:
                 turns.cover = self.cover
 
     def limit_reading(self, readable_before: Callable[[int], int] | None) -> None:
-        """Do not read items of a coming step whose data are not ready yet.
+        """Limit reading to the coming steps whose data are ready.
 
         Args:
             readable_before: step -> the first later step whose data must not be read before it is reached; None: the
                 data of all steps are ready.
         """
-        # Constant items need no data
+        # Constant items need no data, so nothing is read ahead.
         self._readable_before = None if self._constant else readable_before
 
     @property
     def horizon(self) -> int:
-        """The first step that no exchange has covered; items of earlier steps may have been read."""
+        """The first step that no exchange has covered.
+
+        Items of earlier steps may have been read.
+        """
         return self._result.first + self._result.length
 
     def global_items(self, step: int) -> float:
@@ -330,17 +361,21 @@ class StepExchange:
                 return self._constant(step)
             return number(self._ahead(step))
         self.cover(step)
-        now = time.perf_counter()
+        time_now = time.perf_counter()
         if self._step_start is not None:
-            self._busy = self._busy + now - self._step_start
+            # The time of a step decides how often the ranks exchange.
+            self._busy = self._busy + time_now - self._step_start
             self._steps = self._steps + 1
-        self._step_start = now
+        self._step_start = time_now
         if self._constant:
             return self._constant(step)
         return self._result.items[step - self._result.first]
 
     def cover(self, step: int) -> None:
-        """Wait for the exchange that covers a step, which is the first: nothing was sent before it.
+        """Wait for the exchange that covers a step.
+
+        Before the first step nothing was sent, so the exchange starts here.
+
 
         Raises:
             PeerError: another rank did not respond within the timeout.
@@ -359,6 +394,7 @@ class StepExchange:
 
         Call once for every step, after its last backward; may load the data of the next.
         """
+        # The data of the next step are not ready, as between epochs. Then `cover` starts the exchange when they are.
         ends = self._readable_before is not None and self._readable_before(step) == step + 1
         if self._group is not None and step == self._result.first + self._result.length - 1 and not ends:
             self._pending = self._issue(step + 1, self._result.next_length)
@@ -373,11 +409,12 @@ class StepExchange:
         if self._world.size == 1:
             return self._stop_request
         if self._pending:
+            # A peer that looks at this rank's progress sees that it waits.
             at = self.progress.step
             self.progress.at(at, WAITING)
             try:
                 result = self._complete(self._pending)
-                # No rank has a sample in these turns of a stream
+                # No rank has a sample in these turns of a stream: exchange the next ones.
                 while not result.length and self._pending.length:
                     self._pending = self._issue(self._pending.due, self._pending.length)
                     result = self._complete(self._pending)
@@ -386,7 +423,7 @@ class StepExchange:
             except PeerError as error:
                 if not self._survives_loss:
                     raise
-                # the step is applied: what follows may need no other rank
+                # The step is applied. What follows, such as a save, may need no other rank.
                 self._failed = error
                 self._pending = None
             self.progress.at(at, COMPUTING)
@@ -397,6 +434,7 @@ class StepExchange:
 
         `receive` returns the most urgent request, in the same step on all ranks.
         """
+        # A single assignment, since a signal handler may run between any two instructions.
         self._stop_request = max(self._stop_request, stop_request)
 
     @property
@@ -405,7 +443,10 @@ class StepExchange:
         return self._stop_request
 
     def totals(self, values: list[float]) -> list[float]:
-        """Sum each value over the ranks in float64, in rank order. Waits for all ranks; used for logging."""
+        """Sum each value over the ranks in float64, in rank order.
+
+        Waits for all ranks; used for logging.
+        """
         if self._world.size == 1:
             return values
         return [math.fsum(column) for column in zip(*self.rows(values), strict=True)]
@@ -418,12 +459,15 @@ class StepExchange:
         if self._world.size == 1:
             return [values]
         rows = self._buffer(len(values))
-        own = torch.tensor(values, dtype=torch.float64)
-        collectives.all_gather(list(rows.unbind()), own, group=self._group)  # collective
+        sent = torch.tensor(values, dtype=torch.float64)
+        # All ranks, once for each record. The CPU group waits here for the slowest rank, and for no device.
+        collectives.all_gather(list(rows.unbind()), sent, group=self._group)  # collective
+        # A CPU tensor: no device waits.
         by_rank: list[list[float]] = rows.tolist()
         return by_rank
 
     def _issue(self, due: int, length: int) -> "_PendingExchange":
+        # The header of this rank's row, then turns, extra numbers and items.
         busy = self._busy / self._steps if self._steps else 0.0
         self._busy = 0.0
         self._steps = 0
@@ -432,6 +476,7 @@ class StepExchange:
         row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
         turns = list[Turn]()
         if self._turns:
+            # Near the end of the run exchange only the turns that may still be steps.
             length = max(0, min(length, self._last - due)) if self._last else length
             turns = []
             for k in range(MOST_STEPS):
@@ -439,43 +484,48 @@ class StepExchange:
                     turns.append(self._turns.ahead(k))
                 else:
                     turns.append(NO_TURN)
-            row += [float(each.samples) for each in turns] + [float(each.filled) for each in turns]
+            row += [float(turn.samples) for turn in turns] + [float(turn.filled) for turn in turns]
         start = len(row)
         row += self._extra(due, due + length, self.wait_seconds)
         items = len(row)
         if not self._constant:
             ahead = self._ahead
-            counts = [each.items for each in turns] or [ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
-            coming = [parts(each) for each in counts]
-            # MOST_STEPS numbers of each part
-            row += [part for column in zip(*coming, strict=True) for part in column]
-        # One exchange is in flight, and read before the next
+            # Past the last step a rank sends zeros, so that all rows have one length.
+            counts = [turn.items for turn in turns] or [ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
+            coming = [parts(turn) for turn in counts]
+            # Each count is a sum of several float64 parts: send MOST_STEPS numbers for each part.
+            row += [addend for column in zip(*coming, strict=True) for addend in column]
+        # Reuse the buffer: one exchange is in flight at a time, and is read before the next.
         if self._rows is None or self._rows.shape[1] != len(row):
             self._rows = self._buffer(len(row))
             self._rows_by_rank = list(self._rows.unbind())
-        own = torch.tensor(row, dtype=torch.float64)
-        work = collectives.all_gather(self._rows_by_rank, own, group=self._group, async_op=True)  # collective
+        sent = torch.tensor(row, dtype=torch.float64)
+        # All ranks, without a wait: it travels while the optimizer steps, and `_complete` waits for it.
+        work = collectives.all_gather(self._rows_by_rank, sent, group=self._group, async_op=True)  # collective
         return _PendingExchange(due, length, work, self._rows, start, items)
 
     def _busy_seconds(self) -> BusySeconds:
         """Return the busy seconds per step since the last exchange, without waits for others."""
-        # Read before the count of steps that it covers
-        now = self._total_busy()
+        # Read the seconds first: reading a device's clock adds the steps that the device has completed.
+        total = self._total_busy()
         step = self._timed_steps() if self._timed_steps else self.progress.step
-        # No step has ended since
+        # A device reports late, and no step has ended since the last exchange.
         if self._timed_steps and self._last_total_step and step == self._last_total_step:
             return self._last_busy
-        now = now._replace(data=now.data - self.wait_seconds)
+        total = total._replace(data=total.data - self.wait_seconds)
         steps = max(1, step - self._last_total_step)
         self._last_busy = BusySeconds(
-            *(max(0.0, new - old) / steps for new, old in zip(now, self._last_total, strict=True))
+            *(max(0.0, new - old) / steps for new, old in zip(total, self._last_total, strict=True))
         )
-        self._last_total = now
+        self._last_total = total
         self._last_total_step = step
         return self._last_busy
 
     def close(self) -> None:
-        """Finish the exchange in flight and destroy the group. All ranks must be at the same step."""
+        """Finish the exchange in flight and destroy the group. Collective.
+
+        All ranks must be at the same step.
+        """
         if self._pending:
             with contextlib.suppress(RuntimeError):
                 self._pending.work.wait()
@@ -485,19 +535,25 @@ class StepExchange:
             self._group = None
 
     def release_group(self) -> "dist.ProcessGroup | None":
-        """Return the group after the loss of a rank, to be dropped by `World.drop_groups`. Does not wait."""
+        """Give up the group after a rank failed, for `World.drop_groups`.
+
+        Does not wait.
+        """
         group = self._group
         self._group = None
         self._pending = None
         return group
 
     def _complete(self, pending: "_PendingExchange") -> "_ExchangeResult":
+        # The host waits here once for each exchange; the time counts as waiting for other ranks.
         began = time.perf_counter()
         try:
             pending.work.wait()
         except RuntimeError as error:
+            # gloo reports a rank that is gone or late as a plain RuntimeError.
             raise lost_peers(self._world.rank, f"before step {pending.due + 1}") from error
         self.wait_seconds += time.perf_counter() - began
+        # The rows are on the CPU, so reading them waits for no device.
         rows = pending.rows.numpy()
         self._agreed_stop = int(rows[:, 0].max())
         _check_even(rows[:, 2], pending.due)
@@ -511,7 +567,8 @@ class StepExchange:
         items: list[float] = []
         if not self._constant:
             sums = _exact_sums(rows[:, pending.items :].reshape(-1, MOST_STEPS)[:, : pending.length])
-            items = [number(each) for each in sums]
+            items = [number(exact_sum) for exact_sum in sums]
+        # All ranks derive the next interval from the slowest rank's seconds, so they agree on it.
         length = pending.length
         next_length = self._interval(float(rows[:, 1].max()))
         if self._turns:
@@ -528,7 +585,8 @@ class StepExchange:
         if pending is None or not pending.work.is_completed():
             return False
         try:
-            pending.work.wait()  # completed: returns at once, or raises
+            # The exchange is completed, so this returns at once or raises.
+            pending.work.wait()
         except RuntimeError:
             return True
         return False
@@ -545,10 +603,11 @@ class StepExchange:
 
 
 def _exact_sums(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float]:
-    """Sum each column with one rounding, so that the order of the rows does not count."""
-    # Whole numbers: no sum is rounded
+    """Sum each column with one rounding, so that the order of rows does not matter."""
+    # Whole numbers below 2**53: no addition rounds, so numpy's faster sum is exact.
     if (values == np.floor(values)).all() and np.abs(values).sum() < _EXACT:
         sums: list[float] = values.sum(axis=0).tolist()
+        # fsum rounds once, at the end; zeros add nothing.
         return sums
     return [math.fsum(column[column != 0].tolist()) for column in values.T]
 
@@ -556,7 +615,7 @@ def _exact_sums(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float]:
 def _check_even(lasts: "np.ndarray[Any, np.dtype[np.float64]]", step: int) -> None:
     """Raise LockstepError if the ranks plan different numbers of steps."""
     if lasts.min() != lasts.max():
-        counts = ", ".join(f"{rank_label(rank)} has {int(last)}" for rank, last in enumerate(lasts))
+        counts = ", ".join(f"{rank_label(rank)} has {int(step_count)}" for rank, step_count in enumerate(lasts))
         raise LockstepError(
             f"uneven work before step {step + 1}: {counts} steps; give every rank the same data and plan"
         )

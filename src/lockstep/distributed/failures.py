@@ -55,16 +55,23 @@ __all__ = [
 ]
 
 
-_EXIT = "exit"  # origin of an end with code 0
-_LIMIT = 1 << 20  # largest number of bytes read from a note
-# files of errors that a rank of this node has printed
+# Origin of an end with code 0.
+_EXIT = "exit"
+# Largest number of bytes read from a note.
+_LIMIT = 1 << 20
+# Prefixes of the files that mark an error as printed by a rank of this node: a cause, or the loss of a rank.
 _CAUSE = "lockstep-cause"
 _LOST = "lockstep-lost"
-_DEBUG_VARIABLE = "LOCKSTEP_DEBUG"  # set: lockstep's errors are printed with their tracebacks
-_OLD_HOOK: list[Any] = []  # the former excepthook
-_INTERRUPT: list[str] = []  # the line for an interrupted run; "": it has been printed
-_LAST_ERROR: list[BaseException] = []  # the error of this process that has a note
-_LOGS: list[Path] = []  # the file with the full traceback
+# If set, lockstep's errors are printed with their tracebacks.
+_DEBUG_VARIABLE = "LOCKSTEP_DEBUG"
+# The former excepthook.
+_OLD_HOOK: list[Any] = []
+# The line for an interrupted run; "": it has been printed.
+_INTERRUPT: list[str] = []
+# The error of this process that has a note.
+_LAST_ERROR: list[BaseException] = []
+# The file with the full traceback.
+_LOGS: list[Path] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +118,20 @@ class ProcessFailure:
             run_code: the code that the run noted at its end; 0: none.
         """
         note: dict[str, Any] = {}
+        # The process may have died while it wrote the note, or a library may have written the file.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
         message = str(note.get("line", ""))
         when = note.get("when")
         follows = bool(note.get("follows"))
-        # A KeyboardInterrupt before the steps
+        # Python ends with this code after a KeyboardInterrupt before the steps. Count it as the signal.
         if code == 128 + signal.SIGINT and not note:
             code = -signal.SIGINT
-        # It crashed on its way out, or did not catch the error
+        # The process crashed on its way out, or did not catch the error: its note has the code that the error asks for.
         ended_by_python = code < 0 or code == 1
         if ended_by_python and isinstance(note.get("code"), int):
             code = note["code"]
+        # Schedulers act on reserved codes, so one counts only if lockstep itself chose it.
         if code in RESERVED_CODES and code not in (note.get("code"), run_code):
             message = message or f"its code, or a library, ended the process with code {code}, before the run's end"
             code = 1
@@ -141,12 +150,18 @@ class ProcessFailure:
 
     @property
     def is_final(self) -> bool:
-        """Whether another start would fail the same way: bad input, or a difference with nothing from before it."""
+        """Whether another start would fail the same way.
+
+        True for bad input, and for a difference without a checkpoint from before it.
+        """
         return self.code == UsageError.exit_code or (self.code == DifferenceError.exit_code and not self.goes_back)
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit code: 3 only if final, since a scheduler starts no such run again."""
+        """The launcher's exit code; 3 only if final.
+
+        A scheduler does not start a run that ended with 3 again.
+        """
         if self.goes_back:
             return 1
         return max(self.code, 1)
@@ -164,11 +179,11 @@ class ProcessFailure:
         """
         if self.follows or self.code == StorageError.exit_code:
             return False
-        step, before = (each.place.step if each.place else None for each in (self, earlier))
+        step, before = (failure.place.step if failure.place else None for failure in (self, earlier))
         return bool(self.origin) and (self.origin, step) == (earlier.origin, before)
 
     def __str__(self) -> str:
-        # If it recorded no progress
+        # A process that recorded no progress failed before its first step.
         at = f"at {self.place}" if self.place else "before step 1"
         label = rank_label(self.rank, self.at_start, self.host)
         if self.message and (self.follows or self.shared):
@@ -213,27 +228,28 @@ def note(error: BaseException) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
+    # The launcher prints lockstep's errors as its last line. The traceback of any other error is printed here.
     launcher_prints = isinstance(error, LockstepError) and FOLDER_VARIABLE in os.environ
     if _LAST_ERROR and _LAST_ERROR[0] is error:
         return launcher_prints
     is_typed = isinstance(error, LockstepError)
     bug = f"{error_line(error)}; the traceback is above{f', and in {_LOGS[-1]}' if _LOGS else ''}"
     line = mask(str(error) if is_typed else bug).replace("\n", " ")
-    place = Progress.present()
-    # Ends torchrun's report
-    text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"
+    progress = Progress.present()
+    # torchrun ends its report with this text.
+    text = f"rank {os.environ.get('RANK', '0')}{f' at {progress}' if progress else ''}: {line}"
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     origin = " ".join([type(error).__qualname__, *(f"{frame.filename}:{frame.lineno}" for frame in raised)])
-    now = time.time()
+    time_now = time.time()
     code = getattr(error, "exit_code", 1)
     follows = isinstance(error, PeerError)
-    # torchrun reports the earliest as the cause, in whole seconds, and of equal ones the lowest rank's
-    extra_info = {"py_callstack": text, "timestamp": str(int(now) + follows)}
+    # torchrun reports the earliest error as the cause, in whole seconds, and of equal ones the lowest rank's.
+    extra_info = {"py_callstack": text, "timestamp": str(int(time_now) + follows)}
     content = {
         "message": {"message": line, "extraInfo": extra_info},
         "lockstep": {
             "line": line,
-            "when": now,
+            "when": time_now,
             "follows": follows,
             "code": code,
             "origin": origin,
@@ -242,6 +258,7 @@ def note(error: BaseException) -> bool:
             "goes_back": isinstance(error, DifferenceError) and error.goes_back,
         },
     }
+    # O_EXCL keeps the first note; O_NOFOLLOW refuses a link that another user may have placed.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -251,7 +268,9 @@ def note(error: BaseException) -> bool:
 
 
 def report(error: BaseException) -> None:
-    """Note an error that ends this process, and print it, unless the launcher or another rank does.
+    """Note an error that ends this process, and print it once.
+
+    Does not print what the launcher or another rank prints.
 
     One of lockstep's is a line; any other is the user's part of its traceback, then a line with rank and step.
     """
@@ -261,11 +280,13 @@ def report(error: BaseException) -> None:
         return
     if _is_printed(error):
         return
-    with contextlib.suppress(AttributeError):  # it has no notes
-        # The last line has it
-        error.__notes__[:] = [each for each in error.__notes__ if not isinstance(each, _Place)]
+    # Python creates the list of notes with the first note.
+    with contextlib.suppress(AttributeError):
+        # The last line names rank and step, so the traceback need not.
+        error.__notes__[:] = [entry for entry in error.__notes__ if not isinstance(entry, _Place)]
     print(mask(user_traceback(error)), file=sys.stderr)
-    if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
+    # Under a launcher its last line has this text.
+    if FOLDER_VARIABLE not in os.environ:
         print(f"lockstep: error: {_place()}: {mask(error_line(error))}", file=sys.stderr)
 
 
@@ -284,13 +305,16 @@ def note_interrupt(line: str | None) -> None:
     """Register what to print if Ctrl-C ends this process.
 
     Args:
-        line: says what was saved; "": that is printed already; None: no run was interrupted.
+        line: reports what was saved; "": it has been printed; None: no run was interrupted.
     """
     _INTERRUPT[:] = [] if line is None else [line]
 
 
 def report_interrupt() -> None:
-    """Print that Ctrl-C ended this process, unless the launcher, `lockstep trace|profile|...` or another rank does."""
+    """Print that Ctrl-C ended this process, unless something else prints it.
+
+    That is the launcher, `lockstep trace|profile|...` or another rank.
+    """
     attached = any(name in os.environ for name in ("LOCKSTEP_TRACE", "LOCKSTEP_RECORDER"))
     if _INTERRUPT:
         line = _INTERRUPT[-1]
@@ -301,13 +325,15 @@ def report_interrupt() -> None:
 
 
 def add_place(error: Exception) -> None:
-    """Add rank and step to the traceback of a user's error, whoever prints it."""
+    """Add rank and step to the traceback of a user's error."""
     if not isinstance(error, LockstepError):
         error.add_note(_place())
 
 
 def print_uncaught() -> None:
-    """Print what a script does not catch once on this node; lockstep's errors, and Ctrl-C in a run, as one line.
+    """Print once on this node what a script does not catch.
+
+    Prints lockstep's errors, and Ctrl-C in a run, as one line.
 
     Other errors are noted for the launcher, and keep their traceback. `import lockstep` calls it; a second call does
     nothing.
@@ -353,15 +379,16 @@ def _place() -> _Place:
 
 
 def _is_printed(error: BaseException) -> bool:
-    """Whether another rank of this node has printed this error, or the one that caused it.
+    """Whether another rank of this node has printed this error or its cause.
 
     The first rank to create a file for the error prints it, so none waits for another, which may be gone.
     """
-    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    # Torch names a rank's folder so
-    if not own.name or own.parent.name != os.environ.get("LOCAL_RANK"):
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    # torch names a rank's folder by its local rank. Any other path is not a folder that the ranks share.
+    if not error_file.name or error_file.parent.name != os.environ.get("LOCAL_RANK"):
         return False
-    if isinstance(error, PeerError) and any(own.parents[1].glob(f"{_CAUSE}-*")):
+    # The loss of a rank is a consequence: print nothing if some rank has printed a cause.
+    if isinstance(error, PeerError) and any(error_file.parents[1].glob(f"{_CAUSE}-*")):
         return True
     if isinstance(error, LockstepError):
         line = str(error)
@@ -370,10 +397,11 @@ def _is_printed(error: BaseException) -> bool:
     digest = hashlib.sha256(line.encode(errors="replace")).hexdigest()[:16]
     name = f"{_LOST if isinstance(error, PeerError) else _CAUSE}-{digest}"
     try:
-        os.close(os.open(own.parents[1] / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(os.open(error_file.parents[1] / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return True
-    except OSError:  # no such folder, or a full disk
+    except OSError:
+        # The folder is gone, or the disk is full: print the error rather than lose it.
         return False
     return False
 

@@ -82,7 +82,8 @@ def check_reachable(name: str, host: str) -> None:
     try:
         text = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror:
-        return  # whoever connects to it reports that
+        # The process that connects to the address reports that.
+        return
     address = ipaddress.ip_address(str(text).partition("%")[0])
     if address.is_loopback and host != "localhost" and host != str(text):
         raise ConfigError(
@@ -94,6 +95,7 @@ def check_reachable(name: str, host: str) -> None:
 def is_own_address(host: str) -> bool:
     """Whether `host` is an address of this machine. Raises ConfigError if it does not resolve."""
     try:
+        # Only an address of this machine can be bound; port 0 asks for any free port.
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
     except socket.gaierror as error:
@@ -105,13 +107,16 @@ def is_own_address(host: str) -> bool:
     return True
 
 
-_SIOCGIFADDR = 0x8915  # of linux/sockios.h
-_IPV6 = Path("/proc/net/if_inet6")  # a line per address: 32 hex digits, numbers, the interface
+# The request number of linux/sockios.h.
+_SIOCGIFADDR = 0x8915
+# Has a line for each address: 32 hex digits, numbers, the interface.
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        # The kernel's struct ifreq: the name in 16 bytes, then a sockaddr with the address at byte 20.
         reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(reply[20:24])
     return ""
@@ -139,7 +144,8 @@ def route_to(host: str) -> str:
     """
     family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
+        # Connecting a datagram socket sends nothing; it only makes the kernel choose a route.
+        probe.connect(address)
         return str(probe.getsockname()[0])
 
 
@@ -160,17 +166,19 @@ def choose_interface(host: str, environ: MutableMapping[str, str]) -> None:
             if name := interface_at(route_to(host)):
                 environ[_INTERFACE] = name
         return
-    own = [name for _, name in socket.if_nameindex()]
-    if not any(name in own for name in names):
+    present = [name for _, name in socket.if_nameindex()]
+    if not any(name in present for name in names):
         raise ConfigError(
             f"{_INTERFACE} is {environ[_INTERFACE]}, but {socket.gethostname()} has no such network interface "
-            f"({', '.join(own)}); unset it, and the one that leads to {host} is used"
+            f"({', '.join(present)}); unset it, and the one that leads to {host} is used"
         )
 
 
-OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"  # read when OpenCV is imported
+# OpenCV reads the variable when it is imported.
+OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
-_MAX_COMPILERS = 32  # torch's own limit
+# torch's own limit.
+_MAX_COMPILERS = 32
 
 
 def compile_threads(ranks: int) -> int:
@@ -184,18 +192,22 @@ def compile_threads(ranks: int) -> int:
     return max(1, min(_MAX_COMPILERS, cores() // ranks))
 
 
-LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # set by `lockstep launch` to the path of its pipe
-ROUND_VARIABLE = "LOCKSTEP_ROUND"  # and to a token of this start of the processes, the same on all nodes
-FOLLOWER_VARIABLE = "LOCKSTEP_FOLLOWER"  # and where another node's launcher decides who goes on after a loss
+# Set by `lockstep launch` to the path of its pipe.
+LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
+# Set to a token of this start of the processes, the same on all nodes.
+ROUND_VARIABLE = "LOCKSTEP_ROUND"
+# Set where another node's launcher decides which ranks continue after a loss.
+FOLLOWER_VARIABLE = "LOCKSTEP_FOLLOWER"
 
 _LAUNCHER_ENDED = threading.Event()
 _OTHERS_GO_ON = threading.Event()
 
 
 def die_with_launcher(others_go_on: bool) -> None:
-    """Choose whether this process is killed when its launcher dies, since the other nodes' ranks go on without it.
+    """Choose whether this process is killed when its launcher dies.
 
-    Only where another node's launcher decides; elsewhere all ranks save and end.
+    True if the other nodes' ranks continue without it. That applies only where another node's launcher decides;
+    elsewhere all ranks save and end.
     """
     if others_go_on and FOLLOWER_VARIABLE in os.environ:
         _OTHERS_GO_ON.set()
@@ -204,18 +216,21 @@ def die_with_launcher(others_go_on: bool) -> None:
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher dies, so that it saves and ends (see `die_with_launcher`).
+    """Send this process SIGTERM when its launcher dies, so that it saves.
+
+    See `die_with_launcher` for SIGKILL in its place.
 
     Does nothing if `lockstep launch` did not start this process, or on a second call.
     """
-    # Not inherited by this process's children
+    # Children must not inherit the variable: they have no part in the run.
     path = os.environ.pop(LAUNCHER_VARIABLE, "")
     if not path:
         return
     try:
-        # Without O_NONBLOCK it would wait for a launcher
+        # Without O_NONBLOCK the call would wait until a launcher opens the other end.
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:  # another launcher removed it after ours died
+    except FileNotFoundError:
+        # Another launcher removed the pipe after this one's died.
         _end()
         return
     os.set_blocking(pipe, True)
@@ -228,7 +243,7 @@ def launcher_is_gone() -> bool:
 
 
 def _wait(pipe: int) -> None:
-    # Nobody writes: it returns when the launcher's end is closed
+    # Nobody writes into the pipe: the call returns when the launcher's end is closed.
     os.read(pipe, 1)
     _end()
 
@@ -239,7 +254,8 @@ def _end() -> None:
 
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
-_OLD_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # CUDA's allocator reads these first
+# CUDA's allocator reads these names first.
+_OLD_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -262,8 +278,10 @@ def torch_variables(processes: int, environ: Mapping[str, str]) -> dict[str, str
     """
     return {
         **allocator_variables(environ),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # needed by exact sums, and read by cuBLAS only once in a process
-        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads(processes)),  # else each rank starts one per core
+        # Exact sums need it, and cuBLAS reads it only once in a process.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # By default each rank would start one compiling process per core.
+        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads(processes)),
     }
 
 

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.launcher import ROUND_VARIABLE
@@ -55,16 +57,19 @@ __all__ = [
 ]
 
 
-# c10d's TCPStoreBackend.hpp: the first byte of a client's request
+# From c10d's TCPStoreBackend.hpp: the first byte of a client's request, and the magic number after it.
 _VALIDATE = 0
 _PING = 13
 _MAGIC = 0x3C85F7CE
-_CONNECT = 5.0  # seconds
-# for a store that is stopping or starting
+# Seconds to connect to a listener.
+_CONNECT = 5.0
+# A store that is stopping or starting closes connections: attempts, and seconds between them.
 _TRIES = 4
 _PAUSE = 0.5
-_SLACK = 2.0  # seconds for an answer beyond the store's own timeout
-_SEAT_PAUSE = 0.05  # seconds between two looks of a new process at whether it may join
+# Seconds for an answer beyond the store's own timeout.
+_SLACK = 2.0
+# Seconds between two looks of a new process at whether it may join.
+_SEAT_PAUSE = 0.05
 
 
 class _StoreReply(Enum):
@@ -90,6 +95,7 @@ def check_store(host: str, port: int, wait: float, address: str) -> str:
             break
         time.sleep(_PAUSE)
         answer, why = _ask(host, port, wait)
+    # Another service answers differently. Blame it only if this version of torch speaks the protocol above.
     if answer not in (_StoreReply.RIGHT, _StoreReply.NOBODY) and _knows_protocol():
         raise ConfigError(
             f"{address}: another service listens there, not the ranks' meeting point; pass all ranks a port that is "
@@ -99,7 +105,11 @@ def check_store(host: str, port: int, wait: float, address: str) -> str:
 
 
 def _ask(host: str, port: int, wait: float) -> tuple[_StoreReply, str]:
-    """Send the greeting of torch's client, and classify the reply; return also why there is no connection."""
+    """Send the greeting of torch's client, and classify the reply.
+
+    Returns:
+        The class of the reply, and why there is no connection, if there is none.
+    """
     number = random.SystemRandom().getrandbits(31)
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT)
@@ -109,6 +119,7 @@ def _ask(host: str, port: int, wait: float) -> tuple[_StoreReply, str]:
         connection.settimeout(wait)
         reply = b""
         try:
+            # VALIDATE with the magic number, then PING with a random number, which a store sends back.
             connection.sendall(struct.pack("=BIBI", _VALIDATE, _MAGIC, _PING, number))
             while len(reply) < 4 and (more := connection.recv(4 - len(reply))):
                 reply += more
@@ -124,15 +135,19 @@ def _ask(host: str, port: int, wait: float) -> tuple[_StoreReply, str]:
 @cache
 def _knows_protocol() -> bool:
     """Whether this version of torch uses this protocol."""
+    # Ask a store of this process: a later torch may have changed its protocol.
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     return _ask("127.0.0.1", store.port, _CONNECT)[0] is _StoreReply.RIGHT
 
 
 # Modules in which torch communicates; DDP's reducer does so inside the backward.
 _COMMUNICATING = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph", "deepspeed.")
-_WRAPPERS = ("torch._ops", "torch.utils._contextlib")  # modules that wrap calls of the backend
-_TAG = 0x6C6B  # of a message that no rank sends
-_NOTICED: list[bool] = []  # not empty once a collective has failed for want of the others
+# Modules that wrap calls of the backend.
+_WRAPPERS = ("torch._ops", "torch.utils._contextlib")
+# Tag of a message that no rank sends.
+_TAG = 0x6C6B
+# Not empty once a collective has failed because other ranks are gone.
+_NOTICED: list[bool] = []
 
 
 @contextmanager
@@ -146,6 +161,7 @@ def translate_errors() -> Iterator[None]:
     except SystemExit as error:
         raise _exit_error(error) from error
     except GeneratorExit as error:
+        # Python raises GeneratorExit where it closes a generator. Pass it on if the generator is lockstep's.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         if frames[-1].f_globals.get("__name__", "").startswith("lockstep."):
             raise
@@ -159,28 +175,33 @@ def translate_errors() -> Iterator[None]:
 
 
 def lost_peers(rank: int, when: str = "") -> PeerError:
-    """Return the error for a collective of `rank` that failed because another rank is gone or late.
+    """Return the error of a collective that failed because another rank is gone.
+
+    A rank that is late counts as gone.
+
+
 
     Args:
+        rank: of this process.
         when: position in the run, as "before step 7"; "": the current one.
     """
     _NOTICED[:] = [True]
-    when = when or (f"at {place}" if (place := Progress.present()) else "")
-    found = PeerError(
+    when = when or (f"at {progress}" if (progress := Progress.present()) else "")
+    error = PeerError(
         f"{rank_label(rank)} lost the other ranks{' ' if when else ''}{when}; the first error is in the log of the "
         "rank that failed; if none failed, raise --timeout"
     )
-    found.names_nobody = True
-    return found
+    error.names_nobody = True
+    return error
 
 
 def has_lost_peers() -> bool:
-    """Whether a collective of this process has failed for want of the others, since its groups were made."""
+    """Whether a collective failed because other ranks are gone, since the groups were formed."""
     return bool(_NOTICED)
 
 
 def forget_lost_peers() -> None:
-    """Begin anew, with new groups."""
+    """Forget failed collectives, because the groups are new."""
     _NOTICED.clear()
 
 
@@ -188,7 +209,7 @@ def is_lost_peer(error: BaseException, *, in_collective: bool = False) -> bool:
     """Whether torch raised `error` because another rank is gone, or did not respond in time.
 
     Args:
-        in_collective: a call of a collective raised it; else the code that raised it tells.
+            in_collective: a call of a collective raised it; else the traceback shows where it was raised.
     """
     if not in_collective and not _raised_in_collective(error):
         return False
@@ -211,12 +232,15 @@ def _has_closed_link() -> bool:
     Its other end, or a timeout, closed it. Gloo refuses at once to receive over such a link. Over an open one the
     message never comes, since this process is ending.
     """
+    # `_world.pg_map` lists every group of this process, DDP's and FSDP's too; torch has no public list.
     if dist.is_initialized():
         groups = list(dist.distributed_c10d._world.pg_map)
     else:
         groups = []
     for group in groups:
-        with suppress(RuntimeError):  # it has no backend for CPU tensors
+        # The group has no backend for CPU tensors.
+        with suppress(RuntimeError):
+            # A group may have several backends. The private `_get_backend` (the same since torch 2.11) returns gloo's.
             backend = group._get_backend(torch.device("cpu"))
             if backend.name() == "gloo" and not all(_is_open(backend, peer) for peer in _peers(group)):
                 return True
@@ -224,9 +248,10 @@ def _has_closed_link() -> bool:
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks of the group, first those at the distances of gloo's rings and trees.
+    """Return the ranks of the group, those at the distances of gloo's rings first.
 
-    A link to any other is made by asking: a thousand ranks ask so only if no link that they use is closed.
+
+    Gloo connects to any other rank only when it is asked. A thousand ranks ask so only if no link in use is closed.
     """
     distances = [1 << bit for bit in range(group.size().bit_length())]
     near = []
@@ -239,6 +264,7 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
 def _is_open(backend: Any, peer: int) -> bool:
     try:
         if peer != backend.rank():
+            # Receive a message that no rank sends: over a closed link gloo raises at once, over an open one it returns.
             backend.recv([torch.empty(1)], peer, _TAG)
     except RuntimeError:
         return False
@@ -252,12 +278,14 @@ def _exit_error(call: SystemExit) -> LockstepError:
         f"sys.exit({call.code!r}) was called before the run's end, in {Path(frame.filename).name}:{frame.lineno} "
         f"({frame.name}); raise an error there, or end the run with run.stop() on all ranks"
     )
+    # A reserved code would be misread by the launcher, so it counts as 1.
     if isinstance(call.code, int) and call.code and call.code not in RESERVED_CODES:
         error.exit_code = call.code
     return error
 
 
-STARTING = "starting"  # in place of a reason why the others cannot continue
+# Takes the place of a reason why the others cannot continue.
+STARTING = "starting"
 
 
 def key_prefix(round_: str) -> str:
@@ -344,7 +372,10 @@ class Member:
         return self.generation < 0
 
     def report_start(self) -> None:
-        """Report to the launcher that this start of the run has trained no step, so that it can be begun again."""
+        """Report to the launcher that no step is trained yet.
+
+        If a process fails now, all can start again.
+        """
         self._connected().set(f"{self._keys}/ready/{self.name}", STARTING)
 
     def report_ready(self, why_not: str = "", experiment: str = "", replica: int = 1) -> None:
@@ -386,34 +417,37 @@ class Member:
             PeerError: the launcher did not answer, ends the run, or continues without this process.
         """
         if self.is_new:
-            place = f"{self._keys}/seat/{self.name}"
+            answer_key = f"{self._keys}/seat/{self.name}"
         else:
-            place = f"{self._keys}/members/{self.generation + 1}"
+            answer_key = f"{self._keys}/members/{self.generation + 1}"
         here = "new" if self.is_new else f"here/{self.generation + 1}"
         answers, waits_since = list[str](), [time.monotonic()]
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the launcher is gone
+            # The launcher is gone: the caller reports that there is no answer.
+            with contextlib.suppress(RuntimeError):
                 store = self._connected()
                 store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
-                # The launcher looks for each report once there is one
+                # The launcher polls this one key, and looks for each rank's report once it is set.
                 store.set(f"{self._keys}/{here}", "")
-                while self.is_new and not store.check([place]):
+                # A new process has no deadline: those that its replica lacks may come late.
+                while self.is_new and not store.check([answer_key]):
                     time.sleep(_SEAT_PAUSE)
                     waits_since[0] = time.monotonic()
-                store.wait([place], timedelta(seconds=wait))
-                answers.append(store.get(place).decode())
+                store.wait([answer_key], timedelta(seconds=wait))
+                answers.append(store.get(answer_key).decode())
 
-        # In a thread: over a link that is cut, the store's client waits for many minutes, whatever its timeout.
+        # In a thread: over a broken link the store's client waits for many minutes, whatever its timeout.
         asking = threading.Thread(target=ask, name="lockstep-regroup", daemon=True)
         asking.start()
-        while asking.is_alive() and (left := waits_since[0] + wait + _SLACK - time.monotonic()) > 0:
-            asking.join(left)
+        while asking.is_alive() and (seconds_left := waits_since[0] + wait + _SLACK - time.monotonic()) > 0:
+            asking.join(seconds_left)
         if not answers:
             raise PeerError(
                 f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, is stopped or cannot "
                 "be reached; start the same command again"
             )
+        # The launcher writes a reason in place of a generation when it ends the run.
         if not answers[0].startswith("{"):
             raise PeerError(answers[0])
         generation = Generation.read(answers[0])
@@ -434,6 +468,7 @@ class Member:
         return self._store
 
 
+# SIGUSR1 and SIGUSR2 come from Slurm ahead of a time limit; SIGHUP from a closed terminal.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 

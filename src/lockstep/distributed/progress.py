@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 
-_AT_START: list[int] = []  # the launcher's number of each current rank; ranks beyond the list keep theirs
+# The launcher's number of each current rank; ranks beyond the list keep theirs.
+_AT_START: list[int] = []
 
 
 def renumber(members: Iterable[str]) -> None:
@@ -75,9 +76,12 @@ def own_label() -> str:
     return rank_label(_AT_START.index(number) if number in _AT_START else number, number)
 
 
-FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
-MEETING_VARIABLE = "LOCKSTEP_MEETING"  # and to host:port of its meeting point
-MEMBER_VARIABLE = "LOCKSTEP_MEMBER"  # and, in a process that replaces a lost one, to its name: "3.1"
+# Set by `lockstep launch` to a folder of its own.
+FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"
+# Set to host:port of the launcher's meeting point.
+MEETING_VARIABLE = "LOCKSTEP_MEETING"
+# Set in a process that replaces a lost one, to its name, such as "3.1".
+MEMBER_VARIABLE = "LOCKSTEP_MEMBER"
 
 STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING, IN_BODY, READING = range(8)
 _PHASES = (
@@ -90,11 +94,14 @@ _PHASES = (
     "in the body of the caller's loop",
     "reading the loss of a step, which every rank has to do",
 )
-_AFTER_STEP = frozenset(_PHASES[phase] for phase in (EVALUATING, SAVING, ENDING))  # of steps that are done
+# Phases after the step whose number they have; the others come before its end.
+_AFTER_STEP = frozenset(_PHASES[phase] for phase in (EVALUATING, SAVING, ENDING))
 _END = "ended"
 _UNDER_WAY = ".under-way"
-_CURRENT: "list[Progress]" = []  # the last one of this process
-_LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
+# The last progress of this process.
+_CURRENT: "list[Progress]" = []
+# Step, phase, seconds since 1970.
+_LAYOUT = struct.Struct("<qqd")
 
 
 def note_end(code: int) -> None:
@@ -130,7 +137,8 @@ def mark_running(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
             mark.touch()
     try:
         yield
-        _CURRENT.clear()  # a later error belongs to no step
+        # An error after the run belongs to no step.
+        _CURRENT.clear()
     finally:
         with contextlib.suppress(OSError):
             if mark and not stays():
@@ -153,10 +161,12 @@ def ended_while_running(folder: Path, rank: int | str, *, forget: bool = False) 
 
 
 class RankProgress(NamedTuple):
-    """The activity of a process, its step, and its start (seconds since 1970).
+    """The activity of a process, its step, and when it began.
 
     Attributes:
-        step: steps done before the activity: the 0-based step at work, or the count that is saved or evaluated.
+            step: steps done before the activity: the 0-based step at work, or the count that is saved or evaluated.
+            phase: a description.
+            since: start of the activity, in seconds since 1970.
     """
 
     step: int
@@ -188,7 +198,9 @@ class RankProgress(NamedTuple):
 
 
 class Progress:
-    """This process's progress, written by the main thread at every step, read by any thread.
+    """This process's progress.
+
+    The main thread writes it at every step; any thread may read it.
 
     Attributes:
         step, phase: arguments of the last `at`.
@@ -222,7 +234,8 @@ class Progress:
         if not folder:
             return cls()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(OSError):  # it only helps to explain a failure
+        # Progress only helps to explain a failure, so a folder that cannot be written does not stop the run.
+        with contextlib.suppress(OSError):
             handle = os.open(Path(folder) / str(rank), flags, 0o600)
             try:
                 os.ftruncate(handle, _LAYOUT.size)
@@ -234,6 +247,7 @@ class Progress:
     def at(self, step: int, phase: int) -> None:
         """Record that this process is in `phase` of `step`. Takes about a microsecond."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
+        # A memory-mapped file: no system call, and the kernel keeps the bytes if the process is killed.
         self._pack(self._memory, 0, step, phase, self._time())
 
     @property

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+
+# torch's stub lacks the name.
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.distributed.launcher import compile_threads
@@ -40,9 +42,11 @@ from lockstep.errors import SETTINGS, ConfigError, LockstepError
 
 __all__ = ["RankFailure", "start"]
 
-_START = 180.0  # seconds until a process runs: the very first waits for the server to load torch
-_GRACE = 5.0  # seconds for the other ranks to report, after one has failed
-# DTensor imports _dynamo, which takes 1.5 s.
+# Seconds until a process runs: the very first waits for the server to load torch.
+_START = 180.0
+# Seconds for the other ranks to report, after one has failed.
+_GRACE = 5.0
+# DTensor imports _dynamo, which takes 1.5 s: load it once, in the server.
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "lockstep.distributed.world")
 
 
@@ -52,7 +56,7 @@ class RankFailure(LockstepError):
     Attributes:
         rank: the first such rank.
         usage: the request is invalid, so the code is not at fault.
-        details: by rank, information besides the message: a traceback, or the stack of a silent rank.
+        details: by rank, information in addition to the message: a traceback, or the stack of a silent rank.
     """
 
     def __init__(self, message: str, rank: int, usage: bool = False, details: dict[int, str] | None = None) -> None:
@@ -73,8 +77,10 @@ class _RankSpec(NamedTuple):
     folder: Path
     logged: bool
     before: Callable[[], None] | None
-    flags: bool  # whether messages name settings as flags, as in the calling process
-    start_method: str | None  # of the calling process, for the rank's own processes; None: Python's default
+    # Whether messages name settings as flags, as in the calling process.
+    flags: bool
+    # The calling process's, for the rank's own processes; None: Python's default.
+    start_method: str | None
 
 
 class _FailureReport(NamedTuple):
@@ -88,6 +94,7 @@ class _FailureReport(NamedTuple):
     details: str
 
 
+# A public function: its many settings are keywords with defaults.
 def start(  # noqa: PLR0913
     function: Callable[..., Any],
     size: int,
@@ -119,7 +126,7 @@ def start(  # noqa: PLR0913
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *preload])
-    # Any free port, on loopback only
+    # Listen on loopback only, on any free port; the store takes the socket over.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     wait_for = timedelta(seconds=patience)
@@ -127,40 +134,53 @@ def start(  # noqa: PLR0913
         "127.0.0.1", port, None, True, wait_for, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     ranks: list[tuple[Any, Connection]] = []
-    with tempfile.TemporaryDirectory() as own:
-        place = folder or Path(own)
+    with tempfile.TemporaryDirectory() as temporary:
+        output_folder = folder or Path(temporary)
         try:
             for rank in range(size):
                 receiver, sender = context.Pipe(duplex=False)
                 variables = _environment(rank, size, port)
                 spec = _RankSpec(
-                    *(function, args, variables, device, patience, place, folder is not None, before, SETTINGS.flags),
+                    *(
+                        function,
+                        args,
+                        variables,
+                        device,
+                        patience,
+                        output_folder,
+                        folder is not None,
+                        before,
+                        SETTINGS.flags,
+                    ),
                     multiprocessing.get_start_method(allow_none=True),
                 )
-                process = context.Process(
-                    target=_run_rank, args=(sender, spec)
-                )  # no daemon: it may have loader processes
+                # The process is no daemon, because it may have loader processes of its own.
+                process = context.Process(target=_run_rank, args=(sender, spec))
                 ranks.append((process, receiver))
                 _launch(process, name)
                 sender.close()
-            return _collect(ranks, patience, place, folder is not None)
+            return _collect(ranks, patience, output_folder, folder is not None)
         finally:
             for process, pipe in ranks:
                 if process.pid is not None:
                     process.kill()
                     process.join()
                 pipe.close()
-            del store  # after the ranks: it is their meeting point
+            # Close the store after the ranks: it is their meeting point.
+            del store
 
 
 def _serve() -> None:
-    """Start the server unless it runs. It and its ranks ignore Ctrl-C: this process ends them."""
-    # Python cannot set handlers there
+    """Start the server unless it runs, with Ctrl-C ignored there and in its ranks.
+
+    This process ends them.
+    """
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        # Does not wait: torch loads while the first rank is requested
+        # Does not wait: torch loads in the server while the first rank is requested.
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -173,8 +193,9 @@ def _launch(process: Any, name: str) -> None:
     except OSError:
         raise
     except Exception as error:
+        # multiprocessing sets the private `_inheriting` while a new process imports the caller's script.
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            # A rank that imports a script without a guard: its parent reports it
+            # A script without a main guard starts ranks in each rank: end here, and the parent reports it.
             raise SystemExit(1) from None
         if not _is_of_pickle(error):
             raise
@@ -193,12 +214,13 @@ def _is_of_pickle(error: Exception) -> bool:
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return {
-        **{name: str(number) for name, number in own.items()},
+        **{name: str(number) for name, number in numbers.items()},
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already runs in the calling process
+        # The store already runs in the calling process, so no rank opens another.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
@@ -215,25 +237,27 @@ def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path,
         for pipe in cast(list[Connection], ready):
             rank = waiting[pipe]
             try:
-                kind, content = pipe.recv()
-            except EOFError:  # it died without a report, before the others' errors
+                event, content = pipe.recv()
+            except EOFError:
+                # The rank died without a report. Its time 0.0 sorts it before the errors that it caused in others.
                 text = _describe_death(ranks[rank][0], folder, len(pipes), rank, rank in running, logged)
-                kind = "failed"
+                event = "failed"
                 content = _FailureReport(False, 0.0, rank, text, rank not in running, "")
-            if kind == "alive":
+            if event == "alive":
                 running.add(rank)
+                # Importing torch may take long. The ranks' patience starts once all run.
                 if len(running) == len(pipes) and not failed:
                     deadline = time.monotonic() + patience
                 continue
             del waiting[pipe]
-            if kind == "failed":
+            if event == "failed":
                 failed.append(content)
                 deadline = min(deadline, time.monotonic() + _GRACE)
             else:
                 results[rank] = content
     if failed:
         cause = min(failed)
-        details = {each.rank: each.details or each.text for each in sorted(failed)}
+        details = {report.rank: report.details or report.text for report in sorted(failed)}
         raise RankFailure(f"rank {cause.rank} of {len(pipes)}: {cause.text}", cause.rank, cause.usage, details)
     if waiting:
         late = sorted(waiting.values())
@@ -250,7 +274,8 @@ def _describe_death(process: Any, folder: Path, size: int, rank: int, ran: bool,
         text = "its process could not import the calling script or the module of the task: a script that starts "
         return text + 'processes must do so under `if __name__ == "__main__":`'
     if not logged:
-        process.join(_GRACE)  # its pipe closes a little before it has ended
+        # Its pipe closes a little before the process has ended.
+        process.join(_GRACE)
         code = process.exitcode
         if code is None:
             how = "killed"
@@ -279,15 +304,18 @@ def _stack(folder: Path, size: int, rank: int) -> Path:
 
 
 def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
-    """Run one rank, and exit without Python's teardown, which could wait for a dead peer."""
+    """Run one rank, and exit without Python's teardown.
+
+    The teardown could wait for a dead peer.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= spec.environment
     SETTINGS.flags = spec.flags
-    # Python gives a process its own start method on: each loader process would load torch, where a run's are forked.
+    # Python passes the start method on. A spawned loader process would load torch again; a run's are forked.
     multiprocessing.set_start_method(spec.start_method, force=True)
     rank = int(spec.environment["RANK"])
     size = int(spec.environment["WORLD_SIZE"])
-    # The caller was interrupted while it started this process
+    # The caller was interrupted while it started this process, and has removed the folder.
     if not spec.folder.exists():
         os._exit(1)
     if spec.logged:
@@ -302,13 +330,15 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
             pipe.send(word)
 
     def say() -> None:
+        # Write the stack of a silent rank a little before the caller gives up.
         faulthandler.dump_traceback_later(0.9 * spec.patience, file=stack)
         send("alive", None)
 
-    # Exempt inherited objects: leaving a world ends with a collection
+    # Leaving a world ends with a garbage collection: exempt the objects inherited from the server.
     gc.freeze()
     say()
-    torch.set_num_threads(1)  # kernels cut their sums by the number of threads
+    # Kernels split their sums by the number of threads, so one thread gives the same bits for any number of cores.
+    torch.set_num_threads(1)
     _share_compilers(spec.device, size)
     try:
         if spec.before:
@@ -316,7 +346,7 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
         world = World.join(spec.device, spec.patience)
         result = spec.function(world, say, *spec.args)
         world.leave()
-        # A compilation's semaphores, or Python warns of them
+        # A compilation leaves semaphores, and Python would warn of them. There is no public call for these finalizers.
         cast(Any, multiprocessing.util)._run_finalizers(0)
         faulthandler.cancel_dump_traceback_later()
         send("ended", result)
@@ -342,6 +372,7 @@ def _share_compilers(device: str, ranks: int) -> None:
     else:
         threads = "1"
     os.environ[name] = threads
+    # No public name sets the number of compiling processes after torch's settings are loaded.
     settings: Any = importlib.import_module("torch._inductor.config")
     settings.compile_threads = int(threads)
 
@@ -351,7 +382,7 @@ def _failure(rank: int, error: BaseException) -> _FailureReport:
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}"
-    # A relayed error comes after its cause
+    # A relayed error comes after its cause, so it sorts behind it.
     follows = bool(getattr(error, "relayed", False))
     usage = getattr(error, "exit_code", 1) == 2
     return _FailureReport(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
@@ -360,5 +391,6 @@ def _failure(rank: int, error: BaseException) -> _FailureReport:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
+        # The sentinel is readable once the parent has ended, however it ended.
         wait([parent.sentinel])
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Read the place of a process that srun started, or refuse processes that would each train alone.
+"""Read the rank of a process that srun started, or refuse unnumbered processes.
 
 read_starter(os.environ)                    # `srun -n8 lockstep train`: sets RANK, WORLD_SIZE, MASTER_ADDR, ...
 task = SlurmTask.read(os.environ)           # rank, size, local rank, first host, port; None: not one of several tasks
@@ -22,16 +22,18 @@ __all__ = ["SlurmTask", "find_launch_mistake", "node_address", "read_starter"]
 
 
 _STARTERS = (
-    # process, processes, nodes of the step, starter
+    # Variables of the process's number, the number of processes, the step's nodes; then the starter.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "srun"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "mpirun"),
     ("PMI_RANK", "PMI_SIZE", "", "mpirun"),
-    ("PET_NODE_RANK", "PET_NNODES", "PET_NNODES", "Kubernetes"),  # as Kubeflow Trainer and our JobSet set them
+    # Kubeflow Trainer and lockstep's own JobSet set these.
+    ("PET_NODE_RANK", "PET_NNODES", "PET_NNODES", "Kubernetes"),
     ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_NODES", "SkyPilot"),
 )
 
 _ONE_A_NODE = {
-    "Kubernetes": "lockstep launch",  # which reads the PET_ variables
+    # `lockstep launch` reads the PET_ variables.
+    "Kubernetes": "lockstep launch",
     "SkyPilot": "lockstep launch --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK --master-addr ...",
 }
 
@@ -71,7 +73,7 @@ class SlurmTask(NamedTuple):
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "SlurmTask | None":
-        """Read srun's variables; None for a step of one task, or if they do not suffice.
+        """Read srun's variables; None for a step of one task, or if some are missing.
 
         The shell of an allocation and a batch script are one task for any SLURM_NTASKS.
         """
@@ -90,23 +92,25 @@ class SlurmTask(NamedTuple):
 
 
 _TASK_NUMBERS = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "STEP_NUM_NODES")
-_PORTS = range(10000, 30000)  # below those that the system gives to outgoing connections
+# Ports below those that the system gives to outgoing connections.
+_PORTS = range(10000, 30000)
 _SCONTROL_SECONDS = 20.0
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """Expand "2(x3),1" to [2, 2, 2, 1]."""
     counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
+    for entry in text.split(","):
+        count, _, times = entry.rstrip(")").partition("(x")
         counts += [int(count)] * int(times or 1)
     return counts
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of a list such as "gpu[003-004,7],login1"."""
-    first = re.split(r",(?![^\[]*\])", nodes)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    # Split at the first comma outside brackets; then keep the first number inside them.
+    name = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
 
 
 def node_address(host: str) -> str:
@@ -118,9 +122,9 @@ def node_address(host: str) -> str:
         socket.getaddrinfo(host, None)
         return host
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = ["scontrol", "show", "node", "--oneliner", host]
-        shown = subprocess.run(asked, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True).stdout
-        if match := re.search(r"\bNodeAddr=(\S+)", shown):
+        command = ["scontrol", "show", "node", "--oneliner", host]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True).stdout
+        if match := re.search(r"\bNodeAddr=(\S+)", output):
             return match[1]
     return host
 
@@ -152,12 +156,12 @@ def read_starter(environ: MutableMapping[str, str]) -> None:
         LOCAL_WORLD_SIZE=str(task.local_size),
     )
     if node := _count(environ, "SLURM_CPUS_ON_NODE"):
-        # Of which Slurm may have bound this task to a part
+        # Slurm may have bound this task to a share of these cores.
         environ.setdefault(CORES_VARIABLE, str(node))
 
 
 def _threads(environ: Mapping[str, str], task: SlurmTask) -> int:
-    """Return the threads of a task: its bound cores, at most its share of the node's."""
+    """Return the threads of a task: its cores, at most its share of the node's."""
     share = _count(environ, "SLURM_CPUS_ON_NODE") // task.local_size
     return max(1, min(cores(), share))
 
@@ -189,5 +193,5 @@ def _command(processes: int, nodes: int, starter: str) -> str:
         return f"as in `{_ONE_A_NODE[starter]} -- train ...` in each"
     if starter != "srun" or nodes == 1:
         return f"as in `{starter} -n1 lockstep launch --nproc-per-node {processes} -- train ...` on one node"
-    each = max(1, processes // nodes)
-    return f"as in `srun -N{nodes} --ntasks-per-node=1 lockstep launch --nproc-per-node {each} -- train ...`"
+    per_node = max(1, processes // nodes)
+    return f"as in `srun -N{nodes} --ntasks-per-node=1 lockstep launch --nproc-per-node {per_node} -- train ...`"

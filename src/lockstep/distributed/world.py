@@ -1,4 +1,4 @@
-"""This process's rank, device and groups among the processes of the run.
+"""Give this process its rank, device and groups among the processes of the run.
 
     world = World.join(device="auto", timeout=60.0)
     ...
@@ -35,6 +35,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 import xxhash
+
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors
@@ -63,8 +65,10 @@ __all__ = [
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_BY_UUID = (2, 30)  # NCCL since then distinguishes devices by UUID; earlier, by their bus ID
-_SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets ranks share a device, in the same NCCL
+# NCCL distinguishes devices by UUID from this version on; before it, by their bus ID.
+_BY_UUID = (2, 30)
+# The variable that lets ranks share a device, in the same NCCL.
+_SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
@@ -73,7 +77,7 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     Args:
         name: "auto", "cpu" or "cuda", of --device.
         local_rank: index of this process on its node.
-        local_size: processes on the node, as far as the launcher sets it.
+        local_size: processes on the node; 1 if the launcher does not set it.
 
     Raises:
         ConfigError: there is no CUDA device, or there are several, but fewer than processes.
@@ -86,7 +90,7 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
         return torch.device("cpu")
     if not count:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
-    # This process's own, or the node's only one: checked once the ranks have joined
+    # The only visible device. Whether another rank shares it is checked once the ranks have joined.
     if count == 1:
         return torch.device("cuda", 0)
     ranks = max(local_size, local_rank + 1)
@@ -99,13 +103,14 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
 
 
 def identity(device: torch.device) -> list[str] | None:
-    """Return what NCCL compares to tell CUDA devices apart.
+    """Return what NCCL compares to distinguish CUDA devices.
 
     Returns:
         [host, key, name]; None if NCCL allows several ranks on the device. The host is NCCL's notion of one: its name
         and this boot, or NCCL_HOSTID. The key is the device's UUID, which each MIG instance has; NCCL before 2.30 uses
         the bus ID, which a GPU's instances share.
     """
+    # torch has no type for this call.
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version >= _BY_UUID and os.environ.get(_SHARE_VARIABLE) == "1":
         return None
@@ -148,7 +153,8 @@ def _host() -> str:
         return host_id
     try:
         return f"{platform.node()}/{_BOOT.read_text(encoding='ascii').strip()}"
-    except OSError:  # not Linux
+    except OSError:
+        # Only Linux has a boot ID.
         return platform.node()
 
 
@@ -201,8 +207,10 @@ class World:
     _scope: str = ""
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
-    _is_guest: bool = False  # the default group was created, and will be destroyed, by other code
-    _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)  # not copied by `replace`
+    # The default group was created, and will be destroyed, by other code.
+    _is_guest: bool = False
+    # Not copied by `dataclasses.replace`.
+    _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Resolve a CUDA device without an index to the current one."""
@@ -225,13 +233,14 @@ class World:
         """
         read_starter(os.environ)
         renumber([])
+        # Leave the worlds that failed runs of this process abandoned.
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)
         rank, local_rank, size = (launcher_number(name, least) for name, least in _LAUNCHER)
         rank_device = local_device(device, local_rank, launcher_number("LOCAL_WORLD_SIZE", 1))
         world = cls(rank, local_rank, size, rank_device, timeout)
         if rank_device.type == "cuda":
-            # Before anything touches CUDA, or every rank uses device 0
+            # Select the device before anything touches CUDA, or every rank creates a context on device 0.
             torch.cuda.set_device(rank_device)
         if dist.is_available() and "WORLD_SIZE" in os.environ:
             if dist.is_initialized():
@@ -273,7 +282,7 @@ class World:
         another group first. So each is dropped in its own thread.
 
         Args:
-            extra: groups besides the default one and `control`, without other references; emptied.
+            extra: groups other than the default one and `control`, without other references; emptied.
         """
         groups = [self.control, *extra]
         self.control = None
@@ -282,7 +291,8 @@ class World:
         if dist.is_initialized():
             groups.append(dist.group.WORLD)
             dist.destroy_process_group()
-        # Else the other ranks wait for this one until the timeout
+        # torch.distributed.nn keeps a reference to the default group, and so its links open. The other ranks would wait
+        # for this one until the timeout.
         _forget_group()
         while groups:
             box = [groups.pop()]
@@ -295,12 +305,14 @@ class World:
             PeerError: one of them is lost, or did not come in time.
         """
         wait = timedelta(seconds=self._patience or self.timeout)
+        # Collective over `ranks`: lockstep forms gloo groups for agreements, the step exchange and the saver.
         try:
             group: dist.ProcessGroup = dist.new_group(  # collective
                 ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
             )
             _connect(group)
         except RuntimeError as error:
+            # gloo reports a rank that did not come as a plain RuntimeError.
             raise lost_peers(self.rank) from error
         if self._patience:
             _let_wait(group, self.timeout)
@@ -310,36 +322,42 @@ class World:
         wait = timedelta(seconds=self._patience or self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         hosts_store = self.rank == 0 and not meeting_point()[2]
+        # A large world may need more open files than the soft limit allows.
         ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
         os.environ.setdefault(CONNECT_ON_DEMAND, str(int(connects_on_demand(self.size))))
         store = None
         forget_lost_peers()
+        # On one node the launcher has chosen loopback already.
         if not _is_one_node():
             choose_interface(meeting_point()[0], os.environ)
         try:
             store = meeting_store(self.rank, self.size, wait)
             if scope:
                 self._scope = scope
+                # The key by which `_why_apart` finds the ranks that did not come.
                 store.set(f"{scope}/here-{self.rank}", "")
             else:
                 self._agree_on_scope(store, wait)
-            own = PrefixStore(self._scope, store)
-            dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
+            # All of torch's keys go under this join's prefix, so that an earlier join's keys do not count.
+            scoped_store = PrefixStore(self._scope, store)
+            dist.init_process_group(backend, timeout=wait, store=scoped_store, rank=self.rank, world_size=self.size)
             _forget_group()
             if backend == "gloo":
+                # NCCL connects by itself with the first collective; gloo connects here, under the shorter timeout.
                 _connect(None)
             if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
         except (PeerError, RuntimeError, ValueError) as error:
-            _STORES.clear()  # the next join reconnects
+            # The next join opens a new connection.
+            _STORES.clear()
             why, names = self._why_apart(store)
             apart = PeerError(f"rank {self.rank} of {self.size} could not join the others: {why}")
             apart.names_nobody = not names
             raise apart from error
 
     def _why_apart(self, store: TCPStore | None) -> tuple[str, bool]:
-        """Describe who did not come to the meeting point and what to do, and return whether that names a rank."""
+        """Explain which ranks did not come, and return whether that names a rank too."""
         if store is None:
             host, port, _ = meeting_point()
             why = f"not all met at {host}:{port} within --timeout {self.timeout:g} s"
@@ -348,9 +366,11 @@ class World:
             store.set_timeout(timedelta(seconds=_PATIENCE))
             present = (store.check([f"{self._scope}/here-{rank}"]) for rank in range(self.size))
             absent = [rank for rank, is_here in enumerate(present) if not is_here]
-        except RuntimeError:  # the process that holds it is gone
+        except RuntimeError:
+            # The process that serves the meeting point has ended.
             return "the meeting point is gone; the first error is in the log of the rank that failed", False
-        if not self._scope:  # rank 0 would have drawn it
+        # Without a scope rank 0 did not write one.
+        if not self._scope:
             absent = [0]
         if absent:
             names = " and ".join(map(rank_label, absent[:8]))
@@ -365,7 +385,8 @@ class World:
                 f"{self.rank} of {self.size} for its launcher; destroy that group before the run"
             )
         self._is_guest = True
-        # Not through the meeting point: the group's own store may listen there.
+        # The group's own store, since it may listen on the meeting point's port. torch has no public name for it; the
+        # private one is the same since torch 2.11.
         self._agree_on_scope(dist.distributed_c10d._get_default_store(), timedelta(seconds=self.timeout))
         self.control = self.new_group()
 
@@ -375,6 +396,7 @@ class World:
         Not needed after a loss: a replacement process has its predecessor's variables, and so its device.
         """
         try:
+            # All ranks, once: a shared device would fail in the first collective on it.
             self.defer_device_check()  # collective
         except LockstepError:
             self.leave(_PATIENCE)
@@ -388,42 +410,45 @@ class World:
         """
         if self.size > 1:
             is_cuda = self.device.type == "cuda"
-            # An existing group may be gloo
+            # An existing group may be gloo, which allows several ranks on a device.
             by_nccl = is_cuda and "nccl" in dist.get_backend_config()
             self.defer(identity(self.device) if by_nccl else None, check_unshared)  # collective
 
     def _agree_on_scope(self, store: Store, wait: timedelta) -> None:
-        """Choose a prefix for this join's keys: new at each join and each restart, the same on all ranks.
+        """Choose a prefix for the keys of this join, the same on all ranks.
 
         Rank 0 draws it. The store may be older than these processes and still hold the prefix of an earlier start,
-        and no count in the environment tells starts apart: on several nodes each torchrun counts its own restarts. So
+        and no count in the environment identifies a start: on several nodes each torchrun counts its own restarts. So
         each rank greets rank 0 under the prefix that it finds, and only a rank 0 that runs now answers.
 
         Raises:
             RuntimeError: not all ranks came within `wait`.
         """
         key = f"{_round_prefix()}/scope"
-        own = secrets.token_hex(8)
+        token = secrets.token_hex(8)
         deadline = time.monotonic() + wait.total_seconds()
         if self.rank == 0:
-            self._scope = f"{_round_prefix()}/{own}"
+            self._scope = f"{_round_prefix()}/{token}"
             store.set(f"{self._scope}/here-0", "")
             store.set(key, self._scope)
             if greetings := [f"{self._scope}/here-{rank}" for rank in range(1, self.size)]:
                 store.wait(greetings, wait)
                 answers = []
-                for each in store.multi_get(greetings):
-                    answers.append(f"{self._scope}/welcome-{each.decode()}")
-                store.set(key, "")  # the next join waits for the next prefix
+                for greeting in store.multi_get(greetings):
+                    answers.append(f"{self._scope}/welcome-{greeting.decode()}")
+                # Clear the key, so that the next join waits for the next prefix.
+                store.set(key, "")
+                # torch's stub lacks multi_set.
                 store.multi_set(answers, [""] * len(answers))  # type: ignore[attr-defined]
             return
+        # Every other rank looks for rank 0's answer, and greets again when the prefix changes.
         store.wait([key], wait)
         pause = _FIRST_PAUSE
         while time.monotonic() < deadline:
             if (scope := store.get(key).decode()) not in ("", self._scope):
                 self._scope = scope
-                store.set(f"{scope}/here-{self.rank}", own)
-            if self._scope and store.check([f"{self._scope}/welcome-{own}"]):
+                store.set(f"{scope}/here-{self.rank}", token)
+            if self._scope and store.check([f"{self._scope}/welcome-{token}"]):
                 return
             time.sleep(pause)
             pause = min(1.5 * pause, _LAST_PAUSE)
@@ -460,6 +485,7 @@ class World:
             return value
         payload = json.dumps(value).encode() if self.rank == 0 else b""
         size = torch.tensor([len(payload)])
+        # Both broadcasts reach all ranks: first the length in bytes, then the bytes. The control group is on the CPU.
         try:
             dist.broadcast(size, src=0, group=self.control)  # collective
             data = torch.frombuffer(bytearray(payload or int(size)), dtype=torch.uint8)
@@ -469,7 +495,7 @@ class World:
         return json.loads(data.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. One small collective, or two if a value is long.
+        """Return every rank's `value`, in rank order. Collective: one exchange, or two for long values.
 
         Values travel as JSON, never as pickles. In `together` it carries what was deferred, and raises as that does.
         """
@@ -481,7 +507,7 @@ class World:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Defer agreements to the next gather, or to the end of the context. Collective at its end.
+        """Defer agreements to the next gather or the end of the context. Collective.
 
         Inside, `on_all_ranks`, `check_same` and `defer` exchange nothing. An error of one rank is raised on the others
         by their next gather, so a call of `agree` belongs before other collectives (an engine's, a user's) and before
@@ -499,6 +525,7 @@ class World:
             if phase.error is None and not phase.is_closed:
                 self._exchange(phase, None, None)  # collective
         except Exception as error:
+            # The other ranks wait in their exchange: join it, so that they learn of this error.
             if phase.error is None and not phase.is_closed:
                 self._exchange(phase, None, error)  # collective; raises
             raise
@@ -516,7 +543,9 @@ class World:
             self._phase.is_closed = True
 
     def defer(self, value: Any, check: Check) -> None:
-        """Call `check` with every rank's `value`: in `together` by the next gather, else at once. Collective.
+        """Call `check` with every rank's `value`, now or by the next gather. Collective.
+
+        In `together` the call waits for the next gather.
 
         Args:
             check: raises LockstepError, or keeps what it gets; the same on every rank. It may gather.
@@ -539,19 +568,23 @@ class World:
         Returns:
             Every rank's `value`.
         """
-        if phase.error is not None:  # raised before, and caught
+        # The phase has ended before, and the caller caught its error.
+        if phase.error is not None:
             raise phase.error
         pending = phase.pending
         phase.pending = []
         phase.is_exchanging = True
         try:
             try:
-                ranks = self._gather([[each for each, _ in pending], *outcome(value, error)])  # collective
+                # All ranks take part: one exchange carries what they deferred, their errors and `value`.
+                ranks = self._gather([[entry for entry, _ in pending], *outcome(value, error)])  # collective
             except PeerError as loss:
-                raise error or loss  # noqa: B904  this rank's error says more
-            for place in range(min(len(values) for values, _, _ in ranks)):
-                _check_alike(pending[place][1], [values[place] for values, _, _ in ranks])
-            return results([each[1:] for each in ranks], error)
+                # This rank's own error explains more than the loss.
+                raise error or loss  # noqa: B904
+            # A rank with an error deferred fewer checks: run those that all ranks deferred.
+            for position in range(min(len(values) for values, _, _ in ranks)):
+                _check_alike(pending[position][1], [values[position] for values, _, _ in ranks])
+            return results([entry[1:] for entry in ranks], error)
         except Exception as caught:
             phase.error = caught
             raise
@@ -561,16 +594,20 @@ class World:
     def _gather(self, value: Any) -> list[Any]:
         payload = json.dumps(value).encode()
         try:
-            first = self._gather_bytes(len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT], _LENGTH + _SHORT)
-            lengths = [int.from_bytes(row[:_LENGTH], "little") for row in first]
+            # All ranks take part. The first gather has a fixed length, so that most values need one exchange.
+            short_rows = self._gather_bytes(
+                len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT], _LENGTH + _SHORT
+            )
+            lengths = [int.from_bytes(row[:_LENGTH], "little") for row in short_rows]
             texts = []
-            for row, length in zip(first, lengths, strict=True):
+            for row, length in zip(short_rows, lengths, strict=True):
                 texts.append(row[_LENGTH : _LENGTH + length])
+            # Some value is longer. All ranks know the longest, so all join the second gather.
             if (longest := max(lengths)) > _SHORT:
-                rest = self._gather_bytes(payload[_SHORT:], longest - _SHORT)
+                long_rows = self._gather_bytes(payload[_SHORT:], longest - _SHORT)
                 texts = [
                     text + row[: max(0, length - _SHORT)]
-                    for text, row, length in zip(texts, rest, lengths, strict=True)
+                    for text, row, length in zip(texts, long_rows, lengths, strict=True)
                 ]
         except RuntimeError as error:
             raise lost_peers(self.rank) from error
@@ -579,9 +616,10 @@ class World:
 
     def _gather_bytes(self, payload: bytes, length: int) -> list[bytes]:
         """Return every rank's payload, padded with zeros to `length`, the same on every rank. Collective."""
-        own = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
         received = torch.empty(self.size, length, dtype=torch.uint8)
-        dist.all_gather(list(received.unbind()), own, group=self.control)  # collective
+        # All ranks, on the CPU: no device waits for it.
+        dist.all_gather(list(received.unbind()), sent, group=self.control)  # collective
         flat = received.numpy().tobytes()
         return [flat[start : start + length] for start in range(0, len(flat), length)]
 
@@ -589,6 +627,7 @@ class World:
         """Wait until every rank has called it."""
         if self.size > 1:
             try:
+                # All ranks, on the CPU group: no device waits for it.
                 dist.barrier(group=self.control)  # collective
             except RuntimeError as error:
                 raise lost_peers(self.rank) from error
@@ -603,7 +642,7 @@ class World:
         self.gather_checked(None, error)
 
     def gather_checked(self, value: Any, error: Exception | None) -> list[Any]:
-        """Return every rank's `value`, in rank order, or raise as `check` if a rank passes an error. Collective."""
+        """Return every rank's `value`, in rank order, or raise as `check`. Collective."""
         if self.is_deferring:
             if error is not None:
                 raise error
@@ -621,6 +660,7 @@ class World:
 
         def check(digests: list[str]) -> None:
             if len(set(digests)) > 1:
+                # All ranks compare the same digests, so all join this gather. Its result names the differing keys.
                 compare(subject, self.gather(values))  # collective
 
         self.defer(digest, check)  # collective
@@ -639,12 +679,14 @@ class World:
         """
         if self.control is None:
             return
+        # Collect reference cycles: an engine in one would keep its reducer alive.
         gc.collect()
         try:
             if patience is None:
                 self.barrier()
             else:
                 with contextlib.suppress(RuntimeError):
+                    # A peer may be gone, so do not wait for it longer than `patience`.
                     dist.barrier(group=self.control, async_op=True).wait(timedelta(seconds=patience))  # collective
         finally:
             control = self.control
@@ -661,7 +703,7 @@ class World:
 
 
 def _check_alike(check: Check, values: list[Any]) -> None:
-    """Check every rank's values: an error is raised by all ranks alike, and is none of one's own."""
+    """Call `check` on every rank's values, and mark its error as shared by all."""
     try:
         check(values)
     except LockstepError as error:
@@ -671,24 +713,28 @@ def _check_alike(check: Check, values: list[Any]) -> None:
 
 def compare(subject: str, ranks: list[dict[str, Any]]) -> None:
     """Raise LockstepError unless all ranks gathered equal values; see `World.check_same`."""
-    for rank, own in enumerate(ranks):
-        keys = [key for key in ranks[0] if own.get(key) != ranks[0].get(key)]
+    for rank, values in enumerate(ranks):
+        keys = [key for key in ranks[0] if values.get(key) != ranks[0].get(key)]
         if keys:
-            differences = ", ".join(f"{key} ({ranks[0].get(key)!r} on rank 0, {own.get(key)!r})" for key in keys)
+            differences = ", ".join(f"{key} ({ranks[0].get(key)!r} on rank 0, {values.get(key)!r})" for key in keys)
             raise LockstepError(
                 f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
             )
 
 
 def outcome(value: Any, error: Exception | None) -> list[Any]:
-    """Return what a rank sends about an action: its value, or its error as message, exit code and smaller size."""
+    """Return what a rank sends about an action.
+
+    Returns:
+        [value, None], or [None, [message, exit code, smaller size]] for an error.
+    """
     if error is None:
         return [value, None]
     return [None, [str(error) or type(error).__name__, getattr(error, "exit_code", 1), getattr(error, "smaller", 0)]]
 
 
 def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
-    """Return the values of all ranks' outcomes, or raise this rank's error, or a PeerError about the first failed."""
+    """Return the values of all outcomes. Raises `error`, or a PeerError about the first failed."""
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(outcomes):
@@ -703,7 +749,9 @@ def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
 
 
 def gather_results(world: World, action: Callable[[], T]) -> list[T]:
-    """Run `action`, and return all ranks' results, in rank order, if it succeeded on all; else raise. Collective.
+    """Run `action`, and return all ranks' results in rank order. Collective.
+
+    Raises on every rank if the action failed on one.
 
     Args:
         action: returns a JSON value.
@@ -714,6 +762,7 @@ def gather_results(world: World, action: Callable[[], T]) -> list[T]:
         value = action()
     except Exception as problem:
         error = problem
+    # All ranks: one whose action failed still joins, so that none waits.
     return world.gather_checked(value, error)  # collective
 
 
@@ -730,7 +779,9 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
         result = action()
     except Exception as problem:
         error = problem
+    # All ranks: one whose action failed still joins, so that none waits.
     world.check(error)  # collective
+    # The check raised if the action failed, so there is a result.
     return result  # type: ignore[return-value]
 
 
@@ -768,8 +819,10 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
         is_host = rank == 0 and not by_launcher
         if is_host and "LOCAL_WORLD_SIZE" in os.environ and size > launcher_number("LOCAL_WORLD_SIZE", 1):
             check_reachable("MASTER_ADDR", host)
+        # Refuse another service on the port at once: torch's client would wait for the whole timeout.
         if not (is_host or by_launcher):
             check_store(host, port, wait.total_seconds(), f"MASTER_PORT {port} on {host}")
+        # torch would listen on every interface. It takes over this socket, which listens on `host` alone.
         listener = listen(host, port) if is_host else None
         handle = listener.detach() if listener else None
         most = size if all_ranks else None
@@ -787,22 +840,24 @@ def _round_prefix() -> str:
 
 
 def _is_one_node() -> bool:
-    """Whether the launcher says that all ranks are on this node."""
+    """Whether all ranks are on this node, by the launcher's variables."""
     return launcher_number("LOCAL_WORLD_SIZE", 0) == launcher_number("WORLD_SIZE", 1)
 
 
 def _connect(group: dist.ProcessGroup | None) -> None:
-    """Connect the ranks of a gloo group as its rings and trees will; None: the default group. Collective.
+    """Connect the ranks of a gloo group, None for the default one. Collective.
 
-    The later loss of a rank is then a closed link, which fails at once; a new connection to it would be tried again.
+    The links are those of gloo's rings and trees. A rank that fails later closes its link, which fails at once. A new
+    connection to it would be tried again.
     """
     dist.barrier(group=group)  # collective
 
 
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of the group's collectives, in seconds; NCCL's a little longer."""
+    """Set the timeout of the group's collectives, in seconds; NCCL's is a little longer."""
     for device in ("cpu", "cuda"):
-        # It has no backend for this device
+        # The group has no backend for this device.
+        # torch has no public call that changes a timeout after the start. Both names are the same since torch 2.11.
         with contextlib.suppress(RuntimeError):
             backend = group._get_backend(torch.device(device))
             backend._set_default_timeout(timedelta(seconds=seconds + _NCCL_MORE * (backend.name() == "nccl")))
@@ -813,17 +868,27 @@ def _forget_group() -> None:
     loaded = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(loaded).values() if loaded else ():
         if defaults := getattr(function, "__defaults__", None):
-            function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in defaults)
+            function.__defaults__ = tuple(
+                None if isinstance(default, dist.ProcessGroup) else default for default in defaults
+            )
 
 
-_LENGTH = 8  # bytes in front of a gathered value, with its length
-_SHORT = 120  # bytes of a value that one collective carries
-_STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
+# Bytes in front of a gathered value, with its length.
+_LENGTH = 8
+# Bytes of a value that the first collective carries. Most agreements are shorter.
+_SHORT = 120
+# By process, host and port: a forked process must not use its parent's connection.
+_STORES: dict[tuple[int, str, int], TCPStore] = {}
+# Worlds of failed runs. The next join leaves them first.
 _ABANDONED: list[World] = []
-_REGROUP_SECONDS = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
-_NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and lockstep's must first report the missing rank
-# seconds between two looks for rank 0's answer
+# Seconds for ranks that have just reported to arrive; gloo waits five times as long.
+_REGROUP_SECONDS = 0.75
+# Seconds. NCCL's watchdog aborts the process, and lockstep must report the missing rank before that.
+_NCCL_MORE = 30.0
+# Seconds between two looks for rank 0's answer: short at first, for quick starts; then longer, for large worlds.
 _FIRST_PAUSE = 0.002
 _LAST_PAUSE = 0.25
-_PATIENCE = 5.0  # seconds for ranks with the same error to reach the next join
+# Seconds for ranks with the same error to reach the next join.
+_PATIENCE = 5.0
+# The launcher's variables, each with its least value, which is also the default.
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

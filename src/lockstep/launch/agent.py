@@ -3,9 +3,9 @@
     succeeded, stop_signal, code = run(Job(...))
 
 Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, a token
-for each round of the launchers, and a meeting point that listens on one address. Besides torch's public classes it uses
-the process handles inside LocalElasticAgent and their creation, its set of processes to wait for, its counter of
-restarts left, and its rendezvous; all have the same names since torch 2.11.
+for each round of the launchers, and a meeting point that listens on one address. In addition to torch's public classes
+it uses the process handles inside LocalElasticAgent and their creation, its set of processes to wait for, its counter
+of restarts left, and its rendezvous; all have the same names since torch 2.11.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -68,7 +69,8 @@ __all__ = [
 ]
 
 
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+# A number of linux/prctl.h.
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Child(Protocol):
@@ -87,7 +89,7 @@ def adopt_orphans() -> Iterator[bool]:
     Yields:
         Whether the system does so.
     """
-    # If ignored, the system drops the exit codes of all children
+    # If SIGCHLD is ignored, the system drops the exit codes of all children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     adopted = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
@@ -103,34 +105,45 @@ def reap_orphans(children: Iterable[Child]) -> None:
     Args:
         children: processes whose exit codes are still needed; their own `poll` reaps them.
     """
+    # A Popen reaps its own process. Reaping it here would lose the exit code that its owner still needs.
     waiting = {child.pid: child for child in children if child.returncode is None}
     while (pid := _next_ended()) is not None:
         if pid not in waiting:
             os.waitpid(pid, os.WNOHANG)
         elif waiting.pop(pid).poll() is None:
-            return  # other code waits for it
+            # Another thread is reaping this process: its exit code belongs there.
+            return
 
 
 def _next_ended() -> int | None:
     try:
+        # WNOWAIT shows which child has ended, and leaves it to be reaped.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there are no children
+    except ChildProcessError:
+        # There are no children.
         return None
     if ended:
         return ended.si_pid
     return None
 
 
-_GRACE = 2.0  # seconds for the others to report their progress, once one has failed
-_KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
-_LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
+# Seconds for the others to report their progress, once one has failed.
+_GRACE = 2.0
+# The same, if one was killed. No other failure causes that, so it was the first.
+_KILLED = 0.3
+# Seconds to notify the other nodes that this one leaves.
+_LEAVE = 0.5
+# Seconds between two looks at the processes.
 _POLL = 0.05
-_STOP_SECONDS = 30.0  # after a signal until a process that is in no run, or stopped, is killed, as by torchrun
-# keys of the token and of a count, in the round's store
+# Seconds after a signal until a process that is in no run, or is stopped, is killed; the same as torchrun's.
+_STOP_SECONDS = 30.0
+# Keys in the round's store: its token, and the number of nodes that have ended.
 _ROUND = "lockstep/round"
 _ENDED = "lockstep/ended"
-_EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
-_PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
+# Seconds for the other nodes' ranks to end too; their launchers may be gone.
+_EXIT_BARRIER = 10.0
+# Seconds before the process to fork from is loaded; a short run needs no replacement.
+_PRELOAD_DELAY = 5.0
 
 
 def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
@@ -145,8 +158,9 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     """
     ranks = job.processes * job.nodes[1]
     ensure_descriptors(descriptors_of(ranks, hosts_store=job.is_host), f"the launcher of {ranks} ranks")
-    # The last line reports the same
+    # torch's log would repeat what the launcher's last line reports.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The variables are for the processes. This process, which may run more jobs, gets its own back at the end.
     before = dict(os.environ)
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
@@ -178,12 +192,13 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         if agent:
             agent.end()
         shutil.rmtree(folder, ignore_errors=True)
-        # A run in this process would take itself for one whose launcher has died
+        # A later run in this process would take the launcher's variables for its own, and its launcher for dead.
         os.environ.clear()
         os.environ.update(before)
+    # A failure after a stop signal counts only if a process reported its cause.
     if result.is_failed() and (agent.stop_signal is None or agent.has_cause):
         raise agent.error()
-    # A script's ranks then end by KeyboardInterrupt
+    # The ranks of a script end by KeyboardInterrupt after they have saved: the code shows that they did.
     has_saved = agent.stop_signal is not None and code != 0
     return has_saved or not result.is_failed(), agent.stop_signal, code
 
@@ -195,9 +210,12 @@ class _Agent(LocalElasticAgent):
         stop_signal: the signal that requested the end; None: none.
     """
 
-    _stopped_at: float | None = None  # when the signal came, on the monotonic clock
-    _final_code = 0  # of a rank that would fail again, whichever failed first
-    _prints = False  # the rank that prints the progress is on this node
+    # When the signal came, on the monotonic clock.
+    _stopped_at: float | None = None
+    # The exit code of a rank that would fail again, whichever failed first.
+    _final_code = 0
+    # Whether the rank that prints the progress is on this node.
+    _prints = False
 
     def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
         self._stderr = RankStderr(str(folder), job.stderr)
@@ -217,18 +235,21 @@ class _Agent(LocalElasticAgent):
         self.stop_signal: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: ProcessFailure | None = None
-        # Failures that led to restarts
+        # Failures that led to restarts: a repeated one is not restarted.
         self._restart_failures: list[ProcessFailure] = []
         self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
-        self._end_reason = ""  # why a loss ended the other processes too
-        # Names of the processes, by local rank
+        # Why a loss ended the other processes too.
+        self._end_reason = ""
+        # Names of the processes, by local rank.
         self._names: dict[int, str] = {}
-        self._given_names: list[str] = []  # the same, on a node that came back
-        # Local ranks of processes that the run continues without
+        # The same, on a node that has rejoined the run.
+        self._given_names: list[str] = []
+        # Local ranks of processes that the run continues without.
         self._spared: set[int] = set()
-        # Why this launcher killed a process, by its name
+        # Why this launcher killed a process, by its name.
         self._killed: dict[str, str] = {}
-        self._failed: dict[str, ProcessFailure] = {}  # by name
+        # Failures of processes, by name.
+        self._failed: dict[str, ProcessFailure] = {}
         self._decisions = open_decisions(job, self._describe, self._folder, self._print)
         self._membership: Decisions | None = None
         self._preloaded: Preloaded | None = None
@@ -236,16 +257,17 @@ class _Agent(LocalElasticAgent):
         self._started = time.monotonic()
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
-        # Torch passes what the processes will have
+        # torch calls this with the environment that each process will have, so this is the place to change it.
         for local, name in enumerate(self._given_names):
             envs[local][MEMBER_VARIABLE] = name
         super()._setup_local_watchdog(envs)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other launchers, and agree on the token of this round.
+        """Meet the other launchers, and agree on this round's token.
 
-        A count of restarts would not do: each launcher counts its own.
+        A count of restarts would not identify the round: each launcher counts its own.
         """
+
         if self._decisions:
             seat = self._decisions.rejoin(self._job.processes)
         else:
@@ -264,7 +286,7 @@ class _Agent(LocalElasticAgent):
                 raise
             self._end_reason = "the launcher of node 0, where all meet, is gone"
             error = self.error()
-            # Another start may succeed
+            # Node 0's launcher may be back after a new start, so ask the scheduler for one.
             error.exit_code = StorageError.exit_code
             raise error from None
         store: Any = worker_group.store
@@ -273,25 +295,27 @@ class _Agent(LocalElasticAgent):
         os.environ[ROUND_VARIABLE] = self._job.run_secret.read("round", store.get(_ROUND))
 
     def _take_seat(self, worker_group: WorkerGroup, seat: Seat) -> None:
-        """Take this node's place again in a run that went on without it."""
+        """Take this node's place in a run that continued without it."""
         slots = [int(name.partition(".")[0]) for name in seat.names]
         worker_group.workers = [
             Worker(local, global_rank=slot, role_rank=slot, world_size=seat.world, role_world_size=seat.world)
             for local, slot in enumerate(slots)
         ]
-        group: Any = worker_group  # torch types what it sets later as None
+        # torch types as None what it sets later.
+        group: Any = worker_group
         group.group_rank = seat.node
         group.group_world_size = seat.nodes
         group.store = HashStore()
         host, _, port = self._job.endpoint.rpartition(":")
-        # unused: the launcher has a meeting point
+        # The processes read the launcher's own meeting point; torch still copies these into their environment.
         group.master_addr = host
         group.master_port = int(port)
         os.environ[ROUND_VARIABLE] = seat.token
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for place in self._folder.iterdir():
-            place.unlink(missing_ok=True)  # of processes before a restart
+        for progress_file in self._folder.iterdir():
+            # These are the files of processes before a restart.
+            progress_file.unlink(missing_ok=True)
         self._oom_kills = count_oom_kills()
         self._end_reason = ""
         self._killed = {}
@@ -299,6 +323,7 @@ class _Agent(LocalElasticAgent):
         self._failed = {}
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
+        # On a node that has rejoined, the processes have the names that the run gave them.
         self._names.update(enumerate(self._given_names))
         if self._decisions:
             token = os.environ[ROUND_VARIABLE]
@@ -311,7 +336,7 @@ class _Agent(LocalElasticAgent):
         for local, pid in pids.items():
             self._bind(local, pid)
         os.environ.pop(ENDED_VARIABLE, None)
-        # After torch's, which would end the processes before they save
+        # Replace torch's handlers, which would end the processes before they save.
         for number in STOP_SIGNALS:
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
@@ -322,22 +347,26 @@ class _Agent(LocalElasticAgent):
             bind(pid, self._job.shares[local])
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        """Describe an event for nobody: torch's own asks the name server for this host's name each time."""
+        """Return an event that nobody reads.
+
+        torch's own asks the name server for this host's name each time.
+        """
         return Event(state, source)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # Where a node comes or goes, none has failed here
+        # Where a node joins or leaves, no process has failed here, so the time of the end is this one.
         os.environ.setdefault(ENDED_VARIABLE, str(time.time()))
         super()._stop_workers(worker_group)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Forward a signal: processes save and end; a second Ctrl-C kills. No restart follows."""
         self._remaining_restarts = 0
+        # The terminal is gone: a write to it would raise.
         if number == signal.SIGHUP:
             leave_terminal()
         if self._membership:
             self._spare([local for local, name in self._names.items() if self._membership.rank_of(name) is None])
-            # for other nodes
+            # The other nodes' launchers pass the signal on. Theirs have no terminal, so SIGHUP travels as SIGTERM.
             if number == signal.SIGHUP:
                 self._membership.stop_signal = signal.SIGTERM
             else:
@@ -346,13 +375,14 @@ class _Agent(LocalElasticAgent):
         self.stop_signal = signal.Signals(number)
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
-        # Each process has its own session, so that a Ctrl-C in the terminal does not reach it directly too.
+        # Each process has its own session, so a Ctrl-C in the terminal does not reach it directly too.
         to_send = signal.SIGKILL if is_repeat else self.stop_signal
         for process in self._processes().values():
             if process.poll() is None:
                 process.send_signal(to_send)
 
     def _processes(self) -> dict[int, "subprocess.Popen[bytes]"]:
+        # torch keeps the handles of the processes in `subprocess_handlers`, the same since torch 2.11.
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {rank: handler.proc for rank, handler in handlers.items() if rank not in self._spared}
 
@@ -363,6 +393,7 @@ class _Agent(LocalElasticAgent):
         if self._preloaded:
             children.append(self._preloaded.process)
         reap_orphans(children)
+        # The preloaded process ends with an error only if it was killed or could not load the modules.
         if self._can_fork and self._preloaded and self._preloaded.process.poll():
             self._can_fork = False
             self._print("the process kept ready for replacements is gone; a lost rank's replacement starts more slowly")
@@ -371,6 +402,7 @@ class _Agent(LocalElasticAgent):
         self._reap()
         self._stderr.show()
         self._kill_unresponsive()
+        # Count the kernel's kills only while nothing has failed, so that a kill shows as an increase.
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._oom_check_time > 2.0:
             self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
@@ -378,13 +410,15 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
         has_loss = any(self._has_failed(local, process.poll()) for local, process in processes.items())
-        has_loss = has_loss or bool(self._end_reason)  # on another node
+        # A failure on another node ends this one's processes too.
+        has_loss = has_loss or bool(self._end_reason)
         if has_loss:
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
-        # A process has ended since it was polled
+        # A process has ended since the poll above.
         if result.is_failed() and not has_loss:
             self._explain(processes, worker_group)
+        # A process that ended with code 0 in mid-run is a success to torch, and a failure here.
         if has_loss and not result.is_failed():
             return RunResult(state=WorkerState.FAILED)
         return result
@@ -399,6 +433,7 @@ class _Agent(LocalElasticAgent):
         if time.monotonic() - self._stopped_at < _STOP_SECONDS:
             return
         for local, process in self._processes().items():
+            # The others save first, or their watchdog ends them.
             if process.poll() is not None or self._names[local] in self._killed:
                 continue
             slot = self._names[local].partition(".")[0]
@@ -421,10 +456,11 @@ class _Agent(LocalElasticAgent):
     def _continue_without(self, membership: Decisions, group: WorkerGroup) -> bool:
         """Handle processes that ended; return whether the others continue.
 
-        If so, torch's own watch is skipped: it would end all processes for one that has failed since.
+        If so, torch's own watch is skipped, because it would end all processes after a single failure.
         """
         if self._can_fork and self._preloaded is None and time.monotonic() - self._started > _PRELOAD_DELAY:
             self._preloaded = Preloaded()
+        # Poll once: all decisions below must see the same processes as ended.
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
         lost_ranks = {local for local, code in codes.items() if self._has_failed(local, code)}
@@ -433,21 +469,23 @@ class _Agent(LocalElasticAgent):
             if name not in self._failed:
                 self._failed[name] = self._read_failure(local, codes[local] or 0, time.time(), group)
         self._end_reason = membership.update(living, {name: self._failed[name] for name in names})
-        # Sent to another node's launcher
+        # The signal was sent to another node's launcher.
         if membership.stop_signal and self.stop_signal is None:
             self._forward(membership.stop_signal, None)
         self._report_printer(membership)
         places = {name: local for local, name in self._names.items()}
-        if membership.is_over:  # too late to join
+        # The members have ended, so a new process comes too late to join.
+        if membership.is_over:
             self._spare([local for name, local in places.items() if membership.rank_of(name) is None])
         if membership.is_over or self._end_reason:
             return False
         for name in membership.silent:
             self._processes()[places[name]].kill()
             self._killed[name] = "it said nothing while the others waited for it, and was ended"
-        # It reports why, and ends
+        # A refused process reports why it may not join, and ends by itself.
         self._spare([places[name] for name in membership.refused], kill=False)
         for name in membership.replace:
+            # After a stop signal no replacement is started.
             if self.stop_signal is None:
                 self._replace(places[name], group)
             else:
@@ -470,8 +508,9 @@ class _Agent(LocalElasticAgent):
         context: Any = self._pcontext
         for local in locals_:
             if kill:
-                # Not waited for: this may run in a signal handler
+                # Do not wait for its end: this may run in a signal handler.
                 context.subprocess_handlers[local].proc.kill()
+            # torch's watch waits for the ranks in this private set; without the rank it takes no notice of its end.
             context._running_local_ranks.discard(local)
             self._spared.add(local)
 
@@ -480,7 +519,7 @@ class _Agent(LocalElasticAgent):
         context: Any = self._pcontext
         slot, _, times = self._names[local].partition(".")
         self._names[local] = name = f"{slot}.{int(times or 0) + 1}"
-        # Its predecessor's note has been read
+        # The note of its predecessor has been read, and must not count for the new process.
         with contextlib.suppress(OSError):
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
@@ -497,18 +536,23 @@ class _Agent(LocalElasticAgent):
         )
         pid = context.subprocess_handlers[local].proc.pid
         self._bind(local, pid)
-        group.workers[local].id = pid  # compared by torch's watch
+        # torch's watch compares it with the process's id.
+        group.workers[local].id = pid
         if self._membership:
             self._membership.add_new(name)
 
     def _print(self, line: str) -> None:
         self._stderr.show()
-        # A closed terminal must not end the run
+        # A closed terminal must not end the run.
         with contextlib.suppress(OSError):
             print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
     def _await_ends(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> dict[int, tuple[int, float]]:
-        """Give the other processes time to end; return the exit codes of failed ones, and when each was seen."""
+        """Give the other processes time to end.
+
+        Returns:
+            The exit code of each failed process, and when it was seen, by local rank.
+        """
         ends: dict[int, tuple[int, float]] = {}
         began = time.monotonic()
         while True:
@@ -517,6 +561,7 @@ class _Agent(LocalElasticAgent):
                     ends.setdefault(local, (code or 0, time.time()))
             running = [process for process in processes.values() if process.poll() is None]
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
+            # A stopped process does not end by itself, so do not wait for it.
             if all(_is_stopped(process.pid) for process in running):
                 return ends
             if time.monotonic() - began > (_KILLED if killed else _GRACE):
@@ -530,29 +575,34 @@ class _Agent(LocalElasticAgent):
             silent = [local for local, process in processes.items() if process.poll() is None]
         else:
             silent = []
-        for local in silent:  # a stopped process takes no other signal
+        # A stopped process takes no other signal.
+        for local in silent:
             processes[local].kill()
             processes[local].wait()
         failures = [self._read_failure(local, code, when, group) for local, (code, when) in ends.items()]
         elsewhere = self._membership.fatal if self._membership else None
         self._failure = first_failure([*failures, elsewhere] if elsewhere else failures)
         whens = [when for _, when in ends.values()] or [self._failure.when]
-        # For the timeline, after a restart
+        # For the timeline of the run, which counts the time until the next start as lost.
         os.environ[ENDED_VARIABLE] = str(min(whens))
+        # Without node 0's launcher nothing can be restarted.
         if self._membership and self._membership.is_orphaned:
             self._remaining_restarts = 0
+        # All ranks raised the same error, so naming one of them would mislead.
         if len(failures) > 1 and len({failure.message for failure in failures}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
+        # Before the steps no rank watches the others, so the silent ones are named here.
         if silent and self._failure.names_nobody:
             self._failure = dataclasses.replace(self._failure, message=self._describe_silent(silent, group))
         self._final_code = max(failure.code if failure.is_final else 0 for failure in (self._failure, *failures))
         if self._final_code:
             self._remaining_restarts = 0
         if self._end_reason == AGAIN and self.stop_signal is None and not self._failure.is_error:
-            # torch's agent takes it off again: a loss is none of --max-restarts
+            # torch's agent subtracts this restart again: a loss does not count towards --max-restarts.
             self._remaining_restarts += 1
             self._print(self._summary())
             return
+        # The same line failed in the same step: another restart would not help.
         if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
             self._remaining_restarts = 0
             self._end_reason = f"{REPEATED}, so it is not restarted once more"
@@ -564,7 +614,7 @@ class _Agent(LocalElasticAgent):
     def _describe_silent(self, silent: list[int], group: WorkerGroup) -> str:
         """Describe the ranks that did not arrive before the first step.
 
-        No watch names them there: they are those that did not notice the end of the others.
+        No rank watches the others there: the silent ones are those that did not notice the others' end.
         """
         ranks = [self._rank_of(local, group) for local in silent]
         text = " and ".join(
@@ -585,14 +635,14 @@ class _Agent(LocalElasticAgent):
         """Return a process's rank now and at the start."""
         slot = int(group.workers[local].global_rank)
         if self._membership:
-            now = self._membership.rank_of(self._names[local])
+            current = self._membership.rank_of(self._names[local])
         else:
-            now = None
-        return slot if now is None else now, slot
+            current = None
+        return slot if current is None else current, slot
 
     @property
     def code(self) -> int:
-        """The exit code of a run that saved before its end on other nodes; else 0."""
+        """The exit code of a run that saved before its end elsewhere, or 0."""
         if self._membership:
             return self._membership.code
         return 0
@@ -606,10 +656,11 @@ class _Agent(LocalElasticAgent):
         rank, slot = self._rank_of(local, group)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        place = RankProgress.read(self._folder / str(slot))
+        progress = RankProgress.read(self._folder / str(slot))
         run_code = read_end(self._folder)
-        failure = ProcessFailure.read(rank, code, note, place, when, run_code=run_code)
+        failure = ProcessFailure.read(rank, code, note, progress, when, run_code=run_code)
         failure = dataclasses.replace(failure, at_start=slot, host=self._host)
+        # The process could not write a note about its own kill.
         why = self._killed.get(self._names.get(local, ""))
         if why:
             return dataclasses.replace(failure, message=why)
@@ -622,6 +673,7 @@ class _Agent(LocalElasticAgent):
             more = f"; {self._end_reason}"
         else:
             more = ""
+        # The first of several losses is usually the cause of the later ones.
         causes = self._membership.causes if self._membership and more else []
         if len(causes) > 1:
             more += f"; the first of {len(causes)} losses: {causes[0]}"
@@ -629,6 +681,7 @@ class _Agent(LocalElasticAgent):
 
     def _describe(self, failure: ProcessFailure) -> str:
         if failure.code == -signal.SIGKILL and not failure.message:
+            # The kernel's count has risen since the last poll, so the kill was for lack of memory.
             if count_oom_kills() > self._oom_kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
             return f"{failure}: something outside the run killed it; the kernel reports no lack of memory (no OOM kill)"
@@ -647,7 +700,7 @@ class _Agent(LocalElasticAgent):
             advice = "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._summary() + advice)
         error.follows = failure is None or failure.follows
-        # Before the steps began
+        # The process was ended before the steps began, so nothing was saved: keep the signal's code.
         if failure and -failure.code in STOP_SIGNALS and not failure.message:
             error.exit_code = 128 - failure.code
         elif failure:
@@ -655,13 +708,14 @@ class _Agent(LocalElasticAgent):
         return error
 
     def _exit_barrier(self) -> None:
-        """Wait a little for the ranks of other nodes to end too; their launchers may be gone."""
-        # Node 0's launcher has waited for them, and knows of each
+        """Wait a little for other nodes' ranks to end too; their launchers may be gone."""
+        # Node 0's launcher has waited for all nodes already.
         if self._membership:
             return
         store: Any = self._store
         until = time.monotonic() + _EXIT_BARRIER
-        with contextlib.suppress(RuntimeError):  # node 0's launcher has left
+        # Node 0's launcher has left, and the store with it.
+        with contextlib.suppress(RuntimeError):
             ended = store.add(_ENDED, 1)
             while ended < (self._worker_group.group_world_size or 1) and time.monotonic() < until:
                 time.sleep(_POLL)
@@ -674,7 +728,8 @@ class _Agent(LocalElasticAgent):
         if self._decisions:
             self._decisions.close()
         leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
-        leaving.start()  # over a broken link it would wait for long
+        # Over a broken link the call would take long, so wait for it in a thread.
+        leaving.start()
         leaving.join(_LEAVE)
         if self._preloaded:
             self._preloaded.end()
@@ -697,7 +752,11 @@ class _Handler(SubprocessHandler):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal stopped the process: then it will not end by itself. One that is traced is not."""
+    """Whether a signal stopped the process; a traced one does not count.
+
+    A stopped process does not end by itself.
+    """
+    # The state follows the command's name, which is in brackets and may contain blanks.
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -7,7 +7,7 @@ lockstep launch --kubernetes run.yaml --image ... -- train ...           (writes
 srun --ntasks-per-node=1 lockstep launch --nproc-per-node 8 -- train ...          (nodes and address from Slurm)
 lockstep launch --slurm --nodes 4 --gpus-per-node 8 --time 4:00:00 -- train ...   (submits it, see slurm.py)
 
-torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, stand for the flags of their names.
+torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, replace the flags of their names.
 
 A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of
 `train` are parsed here before anything starts, so that a wrong flag is reported once, not once per process.
@@ -45,6 +45,7 @@ from lockstep.launch.secret import read_secret
 
 __all__ = ["command"]
 
+# Losses within an hour that a run survives by default.
 _MAX_LOSSES = 8
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
@@ -63,12 +64,12 @@ def command(argv: list[str]) -> int:
         LockstepError: the run failed; the line names the rank that failed first. Or a signal ended it before it could
             save; the exit code is 128 plus the signal's number.
     """
-    own, target = _split(argv)
+    launch_flags, target = _split(argv)
     try:
         parser = _parser()
-        args = parser.read([*kubernetes.torchrun_flags(os.environ), *own])
+        args = parser.read([*kubernetes.torchrun_flags(os.environ), *launch_flags])
         if args.kubernetes:
-            return kubernetes.write_manifest(parser, parser.read(own), target)
+            return kubernetes.write_manifest(parser, parser.read(launch_flags), target)
         kubernetes.check_flags(args)
         exact = _is_exact(target)
     except SystemExit:  # --help
@@ -108,12 +109,15 @@ def _launch(args: argparse.Namespace, target: list[str], exact: bool) -> int:
 
 
 def _import_agent() -> ModuleType:
-    """Import torch with it, whose store prints a stack of C++ where another launcher has ended.
+    """Import the agent, and torch with it, without torch's C++ warnings here.
+
+    torch's store prints a C++ stack where another launcher has ended.
 
     The ranks keep torch's warnings.
     """
     is_set = _CPP_LOG in os.environ
-    os.environ.setdefault(_CPP_LOG, "ERROR")  # read as torch is imported
+    # torch reads the level while it is imported.
+    os.environ.setdefault(_CPP_LOG, "ERROR")
     agent = importlib.import_module("lockstep.launch.agent")
     if not is_set:
         del os.environ[_CPP_LOG]
@@ -131,7 +135,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_exact(target: list[str]) -> bool:
-    """Whether the command after `--` is a run under --exact, as far as known here.
+    """Whether the command after `--` is known to be a run under --exact.
 
     Raises:
         ConfigError: `launch` cannot start it.
@@ -143,7 +147,7 @@ def _is_exact(target: list[str]) -> bool:
         flags.asked(options, values)
         return cli.build(cli.apply_preset(values)).exact
     if target and target[0] in ("evaluate", "doctor", "profile"):
-        # For evaluate, its run's configuration decides later
+        # For evaluate, the run's own configuration decides later.
         return "--exact" in target
     if target and target[0].endswith(".py"):
         if not Path(target[0]).is_file():
@@ -200,7 +204,7 @@ def _parser() -> Parser:
 
 
 def _use_slurm(args: argparse.Namespace) -> None:
-    """Take what the flags leave out from srun, if it started several launchers.
+    """Fill in missing flags from srun, if it started several launchers.
 
     Each task counts as a node, so that several launchers on one node are served too. With `--nnodes 1` each is a run
     of its own.
@@ -222,7 +226,7 @@ def _use_slurm(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
-    # None: not given, for srun and --slurm
+    # srun and --slurm must see which flags are missing, so the defaults are filled in here.
     defaults = {"nproc_per_node": 1, "nnodes": "1", "node_rank": 0}
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -241,7 +245,8 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         most = args.nproc_per_node * nodes[1]
         raise ConfigError(f"--min-ranks is {args.min_ranks}, but there are {most} processes: it must be at most {most}")
     host, port = _endpoint(args, nodes)
-    restartable = target[0] != "doctor"  # a restart would not fix its findings
+    # A restart would not fix what doctor finds.
+    restartable = target[0] != "doctor"
     is_host = args.node_rank == 0 and (not args.rdzv_endpoint or is_own_address(host))
     shares = _shares(args.nproc_per_node, os.environ)
     return Job(
@@ -265,11 +270,15 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
     )
 
 
-_OWN_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # by which the user binds threads
+# Variables by which the user binds threads.
+_OWN_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
 def _shares(processes: int, environ: Mapping[str, str]) -> tuple[frozenset[int], ...]:
-    """Divide this node's cores among its processes; () unless Slurm gave them to this launcher alone.
+    """Divide this node's cores among its processes.
+
+    Returns:
+        () unless Slurm gave the cores to this launcher alone.
 
     Elsewhere another run on this machine may divide the same cores. With GPUs on several NUMA nodes the right share
     depends on where each process's GPU is, which is not known here.
@@ -279,17 +288,20 @@ def _shares(processes: int, environ: Mapping[str, str]) -> tuple[frozenset[int],
     is_alone = "SLURM_STEP_NODELIST" in environ and (task is None or task.local_size == 1)
     if sys.platform != "linux" or not is_alone or processes == 1 or any(name in environ for name in _OWN_BINDING):
         return ()
-    own = os.sched_getaffinity(0)
-    # Slurm confines nothing, so these are not this job's cores
-    if str(len(own)) != granted:
+    cpus = os.sched_getaffinity(0)
+    # Slurm confines nothing here, so these cores are not this job's alone.
+    if str(len(cpus)) != granted:
         return ()
-    if environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and len(numa_nodes(own)) > 1:
+    if environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and len(numa_nodes(cpus)) > 1:
         return ()
-    return tuple(map(frozenset, share_cores(own, processes)))
+    return tuple(map(frozenset, share_cores(cpus, processes)))
 
 
 def _losses(args: argparse.Namespace, nodes: tuple[int, int]) -> int:
-    """Return how many losses within an hour the run survives; print why an explicit --max-losses has no effect."""
+    """Return how many losses within an hour the run survives.
+
+    Prints why an explicit --max-losses has no effect.
+    """
     if nodes[1] > 1 and args.rdzv_backend != "c10d":
         if args.max_losses:
             text = f"--max-losses {args.max_losses} has no effect with --rdzv-backend {args.rdzv_backend}: a loss ends"
@@ -314,7 +326,7 @@ def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, in
     port = args.master_port
     if args.rdzv_endpoint:
         host, _, text = args.rdzv_endpoint.rpartition(":")
-        # IPv6 without a port, or without its brackets
+        # IPv6 without a port, or without its brackets: the last number is part of the address.
         if ":" in host and not host.startswith("["):
             text = ""
         if not host or not text.isascii() or not text.isdigit():
@@ -332,12 +344,13 @@ def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, in
     if not args.rdzv_endpoint and host == os.environ.get(kubernetes.MASTER_VARIABLE):
         kubernetes.wait_for_master(host, own=args.node_rank == 0)
     check_reachable("--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr", host)
-    is_own_address(host)  # whether it resolves
+    # Only checks that the name resolves.
+    is_own_address(host)
     return host, port or 29400
 
 
 def _settings(text: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(",") if part]
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if any(not equals or not key for key, equals, _ in pairs):
         raise ConfigError(f"--rdzv-conf is '{text}': it must be KEY=VALUE,...")
     return {key: value for key, _, value in pairs}
@@ -351,12 +364,17 @@ def _environment(processes: int, host: str, exact: bool) -> dict[str, str]:
     """
     threads = 1 if exact else max(1, cores() // processes)
     variables = {
-        "OMP_NUM_THREADS": str(threads),  # if every process uses all cores, all are slow
-        OPENCV_THREADS: "1",  # OpenCV uses all cores in each process and reads no other variable
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail
-        "TORCH_FR_BUFFER_SIZE": "1000",  # the last collectives, for the log of a hang
+        # If every process used all cores, all would be slow.
+        "OMP_NUM_THREADS": str(threads),
+        # OpenCV uses all cores in each process and reads no other variable.
+        OPENCV_THREADS: "1",
+        # With a store shared by ranks and launcher most first restarts on gloo fail.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Number of the last collectives to keep, for the log of a hang.
+        "TORCH_FR_BUFFER_SIZE": "1000",
         **torch_variables(processes, os.environ),
     }
+    # Linux names the loopback interface lo, macOS lo0.
     loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
     if host:
         choose_interface(host, variables if _INTERFACE not in os.environ else os.environ)

@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 
-_EVENTS = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1; each has a line `oom_kill N`
+# Files of cgroup v2 and v1; each has a line `oom_kill N`.
+_EVENTS = ("memory.events", "memory.oom_control")
 
 
 def count_oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -32,6 +33,7 @@ def count_oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
     Returns:
         0 if the system does not report it (other than Linux, or a container that hides it).
     """
+    # A container may hide either count, and one that is missing counts as 0.
     return sum(_count(path) for path in _files(root, own)) + _count(Path("/proc/vmstat"))
 
 
@@ -62,7 +64,7 @@ def _count(path: Path) -> int:
     return 0
 
 
-# NCCL's choices and their reasons; no collectives, which would fill the files.
+# NCCL's choices and their reasons. Collectives would fill the files.
 _SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
@@ -117,7 +119,8 @@ def create_log_folder(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         for path in new:
-            with contextlib.suppress(OSError):  # it is not empty
+            # The folder is not empty, so it stays.
+            with contextlib.suppress(OSError):
                 path.rmdir()
 
 
@@ -136,7 +139,7 @@ class Job:
         least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
         shares: the cores of each process, by local rank; () if they are not bound.
         stderr: folder for a file of each rank's standard error; None: it is the launcher's.
-        secret: of the launchers of several nodes; `run_secret` signs what they tell each other.
+            secret: of the launchers of several nodes; `run_secret` signs what they send each other.
         node_rank: --node-rank, for messages; 0 where none was given.
     """
 
@@ -159,7 +162,10 @@ class Job:
 
     @property
     def run_secret(self) -> Secret:
-        """The secret of this --rdzv-id alone, so that nothing signed in another run with the same secret is read."""
+        """The secret of this --rdzv-id alone.
+
+        Nothing signed in another run with the same secret is accepted.
+        """
         if self.secret:
             return self.secret.derive(f"run {self.run_id}")
         return self.secret

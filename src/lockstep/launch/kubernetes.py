@@ -1,11 +1,11 @@
-"""Write a run as a Kubernetes manifest, and read what its controllers set in a pod.
+"""Write a run as a Kubernetes manifest, and read the variables of its pods.
 
 lockstep launch --kubernetes run.yaml --image IMAGE --nnodes 2 --resource nvidia.com/gpu=8 --volume runs:/runs -- \
     train --experiment-name a --save-dir /runs                                                  (a JobSet)
 lockstep launch --kubernetes - --kind trainjob ... -- train ... | kubectl apply -f -            (a Kubeflow TrainJob)
 
-One pod a node runs `lockstep launch`. Its place comes from the PET_ variables, which Kubeflow Trainer sets for torchrun
-and the JobSet here sets alike. How a pod ends decides what follows: see `_JOB` below.
+One pod a node runs `lockstep launch`. Its node number comes from the PET_ variables, which Kubeflow Trainer sets for
+torchrun, and the JobSet here sets too. How a pod ends decides what follows: see `_JOB` below.
 """
 
 import argparse
@@ -31,11 +31,14 @@ from lockstep.files import create_file
 
 __all__ = ["MASTER_VARIABLE", "add_flags", "check_flags", "torchrun_flags", "wait_for_master", "write_manifest"]
 
-MASTER_VARIABLE = "PET_MASTER_ADDR"  # pod 0
+# Has the address of pod 0.
+MASTER_VARIABLE = "PET_MASTER_ADDR"
 
 _KINDS = ("jobset", "trainjob")
-_GRACE = 300  # seconds
-_PORT = 29500  # the one that Kubeflow Trainer sets
+# Seconds for a pod to save before it is killed.
+_GRACE = 300
+# The port that Kubeflow Trainer sets.
+_PORT = 29500
 
 # Flags of launch that the manifest or the controller replaces.
 _SET_BY_CONTROLLER = ("node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
@@ -244,7 +247,7 @@ def _manifest(parser: Parser, args: argparse.Namespace, target: list[str]) -> st
     if mask_args(target) != target:
         raise ConfigError("a flag after `--` holds a secret, and the manifest would show it; give it by --secret NAME")
     trainjob = args.kind == "trainjob"
-    # here: setup.py loads this module for its flags, where nothing is installed
+    # Imported here, since setup.py loads this module for its flags, where nothing is installed.
     import jinja2
 
     environment = jinja2.Environment(autoescape=False, undefined=jinja2.StrictUndefined)
@@ -257,12 +260,12 @@ def _manifest(parser: Parser, args: argparse.Namespace, target: list[str]) -> st
         "restarts": _at_least("--max-restarts", args.max_restarts, 0),
         "grace": _at_least("--grace", _GRACE if args.grace is None else args.grace, 1),
         "image": _image(args.image),
-        "command": [_literal(each) for each in ("sh", "-c", _SCRIPT, "lockstep")],
-        "args": [_literal(each) for each in ["launch", *_launcher_flags(parser, args), "--", *target]],
+        "command": [_literal(word) for word in ("sh", "-c", _SCRIPT, "lockstep")],
+        "args": [_literal(word) for word in ["launch", *_launcher_flags(parser, args), "--", *target]],
         "env": {
             key: _literal(value) for key, value in _variables(args.env or (), resources, processes, config).items()
         },
-        "secrets": [_label("--secret", each) for each in args.secret or ()],
+        "secrets": [_label("--secret", word) for word in args.secret or ()],
         "resources": resources,
         "volumes": volumes,
         "port": _PORT,
@@ -274,18 +277,23 @@ def _manifest(parser: Parser, args: argparse.Namespace, target: list[str]) -> st
 
 
 def _config(target: list[str]) -> Config | None:
-    """Check the command that the pods start; return the configuration of `train`, None for other commands."""
-    first = target[0] if target else ""
-    if first == "train":
+    """Check the command that the pods start.
+
+    Returns:
+        The configuration of `train`; None for other commands.
+    """
+    program = target[0] if target else ""
+    if program == "train":
         options = vars(flags.with_flags(cli.make_parser(target[1:], "lockstep train")).read(target[1:]))
         values = cli.collect_options(options)
         flags.asked(options, values)
         return cli.build(cli.apply_preset(values))
-    if first in ("evaluate", "doctor", "profile") or first.endswith(
-        ".py"
-    ):  # a script of the image: not looked for here
+    # A script is in the image, so its file is not looked for here.
+    if program in ("evaluate", "doctor", "profile") or program.endswith(".py"):
         return None
-    raise ConfigError(f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but '{first}' follows `--`")
+    raise ConfigError(
+        f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but '{program}' follows `--`"
+    )
 
 
 def _launcher_flags(parser: Parser, args: argparse.Namespace) -> list[str]:
@@ -335,10 +343,14 @@ def _label(flag: str, name: str, length: int = 63) -> str:
 
 
 def _job_name(flag: str | None, config: Config | None, nodes: int) -> str:
-    """Return the job's name; the pods' names are longer, and host names have at most 63 characters."""
+    """Return the job's name.
+
+    It is short enough for the pods' host names, which have at most 63 characters.
+    """
     if not flag and config is None:
         raise ConfigError("--kubernetes needs --name, the job's name: only that of `train` is known here")
     name = flag or re.sub(r"[^a-z0-9]+", "-", (config.experiment_name if config else "").lower()).strip("-")
+    # Kubernetes appends the pod's index and five random characters.
     most = 63 - len(f"-node-0-{nodes - 1}-abcde")
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > most:
         text = f"it must begin with a letter, have a-z, 0-9 and - only, and at most {most} characters"
@@ -392,7 +404,8 @@ def _variables(
         if is_secret_name(name):
             raise ConfigError(f"--env {name}: the manifest would show this secret; put it into a Secret, and --secret")
     cores = resources.get("cpu", "")
-    if cores.isdigit():  # a pod sees every core of its machine
+    # A pod sees every core of its machine, so share out those that it may use.
+    if cores.isdigit():
         if config and config.exact:
             threads = 1
         else:
@@ -409,13 +422,15 @@ _VARIABLES = (
 
 
 def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
-    """Convert torchrun's PET_ variables to flags of launch; flags that the user writes after them win.
+    """Convert torchrun's PET_ variables to flags of launch.
+
+    Flags that the user writes after them override them.
 
     Raises:
         ConfigError: PET_NPROC_PER_NODE or PET_NODE_RANK is no number.
     """
     values = {name: environ.get(f"PET_{name.upper()}", "") for name in _VARIABLES}
-    # One pod meets on loopback: the name of its own may not resolve yet
+    # A single pod meets on loopback: its own name may not resolve yet.
     if values["nnodes"] == "1":
         values |= {"master_addr": "", "master_port": ""}
     if values["nproc_per_node"] in ("auto", "gpu", "cpu"):
@@ -427,7 +442,10 @@ def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
 
 
 def _count_devices(kind: str) -> int:
-    """Count the GPUs of this node, or its cores if it has none or `kind` is "cpu"; as torchrun does."""
+    """Count the GPUs of this node, or its cores, as torchrun does.
+
+    Counts cores if there is no GPU, or if `kind` is "cpu".
+    """
     if kind == "cpu":
         gpus = 0
     else:
@@ -437,7 +455,9 @@ def _count_devices(kind: str) -> int:
     return int(gpus or os.cpu_count() or 1)
 
 
-_WAIT = 600.0  # seconds for pod 0 to get an address: its image is pulled, its machine is started
+# Seconds for pod 0 to get an address: its image is pulled, its machine is started.
+_WAIT = 600.0
+# Seconds between two reports of waiting.
 _SAY = 15.0
 
 
@@ -460,6 +480,7 @@ def wait_for_master(host: str, own: bool, seconds: float = _WAIT) -> None:
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            # The name server may still have the old address of a replaced pod.
             if not own or is_own_address(host):
                 return
             state = "is not this pod's address yet"

@@ -16,11 +16,14 @@ from lockstep.launch.secret import Secret, SignatureError
 
 __all__ = ["Link"]
 
-_LIMIT = 1 << 20  # bytes of one line
+# Bytes of one line.
+_LIMIT = 1 << 20
 
 
 class Link:
-    """A connection between two launchers: one JSON object per line, signed with its place. Never blocks.
+    """A connection between two launchers, which never blocks.
+
+    Sends one JSON object per line, signed with its position.
 
     The client's first line is a random number. It makes the connection's own secret, so what was recorded of another
     connection cannot be signed here. Who accepts connections must refuse a number that came before.
@@ -39,9 +42,10 @@ class Link:
     def __init__(self, connection: socket.socket, secret: Secret, *, is_server: bool) -> None:
         self._secret = secret
         self._ends = ("server", "client") if is_server else ("client", "server")
-        # messages, so that none can be left out, repeated or sent back
+        # Messages so far. The number is signed, so none can be left out, repeated or sent back.
         self._sent = self._received = 0
         connection.setblocking(False)
+        # A message is small and the answer is awaited, so send it at once.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._incoming = b""
@@ -72,10 +76,12 @@ class Link:
                 self.is_open = bool(data)
                 self.heard = time.monotonic() if data else self.heard
         except BlockingIOError:
+            # Nothing more has arrived.
             pass
         except OSError:
             self.is_open = False
         *lines, self._incoming = self._incoming.split(b"\n")
+        # A line over the limit comes from another program, or somebody who wants to fill the memory.
         self.is_open = self.is_open and len(self._incoming) <= _LIMIT
         try:
             if lines and not self.number:
@@ -110,4 +116,5 @@ class Link:
         except BlockingIOError:
             self.is_open = len(self._outgoing) <= _LIMIT
         except OSError:
-            self._outgoing = b""  # what it has sent can still be read
+            # The other end has closed. What it sent before can still be read.
+            self._outgoing = b""

@@ -12,8 +12,8 @@ counts as lost. A silent one is killed first, so that a slow process can never r
 Before step 1 there is no state to save, and the ranks may be anywhere in their start: if a process is lost there, all
 start again.
 
-Where the states are split over the ranks of a replica, the members say of how many. A replica with a loss leaves whole:
-its other processes are killed, all are replaced, and the new ones join once all of them are there.
+Where the states are split over the ranks of a replica, the members report its size. A replica with a loss leaves whole:
+its other processes are killed, all are replaced, and the new ones join together.
 """
 
 import json
@@ -35,15 +35,20 @@ __all__ = [
 AGAIN = "no rank had begun a step, so all start again"
 REPEATED = "the same line of code failed in the same step again"
 
+# Seconds to wait for a cause, after a process that only lost the others was the first to end.
 _CAUSE_SECONDS = 2.0
+# Seconds in which losses are counted against --max-losses.
 _HOUR = 3600.0
-_ALARMS_PER_LOSS = 3  # regroupings without a loss to allow per allowed loss: on a busy machine groups form slowly
+# Regroupings without a loss to allow per allowed loss: on a busy machine groups form slowly.
+_ALARMS_PER_LOSS = 3
 _REFUSED = (
     "this process cannot join: its configuration, data or code differs from the running processes', which continue "
     "without it"
 )
-_SLACK = 5.0  # seconds beyond `--timeout` for a silent member
-_SHORT_SLACK = 3.0  # the same, once another member has waited for a full `--timeout`
+# Seconds beyond `--timeout` for a silent member.
+_SLACK = 5.0
+# The same, once another member has waited for a full `--timeout`.
+_SHORT_SLACK = 3.0
 
 
 class MembershipStore(Protocol):
@@ -94,21 +99,24 @@ class Membership:
         self.silent: list[str] = []
         self.refused: list[str] = []
         self.fatal: ProcessFailure | None = None
-        self._starting: list[str] = []  # new processes that have not joined yet
-        # Lost members without a replacement yet
+        # New processes that have not joined yet.
+        self._starting: list[str] = []
+        # Lost members without a replacement yet.
         self._lost: dict[str, ProcessFailure] = {}
-        # Members that leave with another of their replica
+        # Members that leave with another of their replica.
         self._doomed: dict[str, ProcessFailure] = {}
-        self._times: list[float] = []  # of losses
-        # Times of generations formed without a loss or a new process
+        # Times of losses.
+        self._times: list[float] = []
+        # Times of generations formed without a loss or a new process.
         self._alarms: list[float] = []
         self._failures: list[ProcessFailure] = []
-        # Ends before the steps, after which all started again
+        # Ends before the steps, after which all started again.
         self._early: list[tuple[int | None, bool, int]] = []
-        # Of a process that only lost the others, before the steps
+        # When a process that only lost the others was the first to end, before the steps.
         self._first_end = 0.0
+        # When the first member reported that it has left its groups.
         self._first_report: float | None = None
-        # Ranks that together have one copy of the states; read at the first loss
+        # Number of ranks that together have one copy of the states; read at the first loss.
         self._replica_size = 1
         self._keys = ""
 
@@ -154,47 +162,54 @@ class Membership:
             Why the run cannot continue, to be appended to the failure; "-" if the failure is reason enough; "" while it
             continues.
         """
-        now = self._now()
-        # What is wrong on the others too is no loss.
+        time_now = self._now()
+        # A cause with a final code fails on the others too, so it is no loss: it ends the run.
         errors = [failure for failure in ended.values() if failure.code in FINAL_CODES]
         if errors or (ended and not living) or self._is_starting(ended):
             self.fatal = first_failure(errors or ended.values())
-            if living and self.fatal.follows and self._waits_for_cause(now):
+            if living and self.fatal.follows and self._waits_for_cause(time_now):
                 return ""
             if self._is_starting(ended):
-                reason = self._start_again(self.fatal, now)
+                reason = self._start_again(self.fatal, time_now)
             else:
                 reason = "-"
             self._announce_end(reason)
             return reason
         for name, failure in ended.items():
+            # It left because another of its replica was lost: count that loss, not this end.
             if name in self._doomed:
                 self._lost[name] = self._doomed[name]
             elif name not in self._lost and (name in self.members or name in self._starting):
-                reason = self._record_loss(name, failure, living, now)
+                reason = self._record_loss(name, failure, living, time_now)
                 if reason:
                     self.fatal = failure
                     self._announce_end(reason)
                     return reason
-        return self._form_generation(living, now)
+        return self._form_generation(living, time_now)
 
     def _is_starting(self, ended: Mapping[str, ProcessFailure]) -> bool:
-        """Whether one of these processes has not begun the steps of its run, so that no rank has trained one."""
+        """Whether one of these processes has trained no step of its run.
+
+        Then no other rank has trained one either.
+        """
         return any(self._value(f"ready/{name}") == STARTING for name in ended if name in self.members)
 
     def _waits_for_cause(self, now: float) -> bool:
-        """Whether a process that only lost the others is the first to end, just now: what ended them may follow."""
+        """Whether to wait a moment for the cause of the first end.
+
+        True if the first process to end only lost the others.
+        """
         self._first_end = self._first_end or now
         return now - self._first_end < _CAUSE_SECONDS
 
     def _start_again(self, failure: ProcessFailure, now: float) -> str:
         """Return AGAIN after a loss before the steps; "-" where the run ends.
 
-        It ends by an error of the program's own, by a signal that asks for it, and by the same end as at the start
+        It ends by an error of the program itself, by a signal that requests the end, or by the same end as the start
         before.
         """
         self._times = [when for when in self._times if now - when < _HOUR] + [now]
-        # A rank that only lost the others is any of them: such ends count as the same one.
+        # Any rank may be the one that only lost the others, so such ends count as the same.
         rank = None if failure.follows else failure.at_start
         end = (rank, failure.follows, failure.code)
         is_own = failure.is_error or failure.shared or -failure.code in STOP_SIGNALS
@@ -206,23 +221,27 @@ class Membership:
     def _record_loss(self, name: str, failure: ProcessFailure, living: set[str], now: float) -> str:
         """Record a loss; return why the run cannot continue after it, or ""."""
         if name in self.members:
+            # The launcher learns at the start whether the others can continue without a process; else the answer is why
+            # not.
             ready = self._value(f"ready/{name}")
             if ready != "yes":
                 return ready or "-"
             self._replica_size = int(self._value("replica") or 1)
         repeats = any(failure.repeats(cause) for cause in self._failures)
-        # The processes of a lost node share one, which is one loss
+        # The processes of a lost node share one failure, which is one loss.
         if failure not in self._failures:
             self._times = [when for when in self._times if now - when < _HOUR] + [now]
             self._failures.append(failure)
         if name in self.members:
             self._lost[name] = failure
+            # Its mates have parts of the same states, which are not complete without it.
             mates = []
-            for each in self._survivors(living):
-                if self._replica(each) == self._replica(name):
-                    mates.append(each)
+            for mate in self._survivors(living):
+                if self._replica(mate) == self._replica(name):
+                    mates.append(mate)
             self._doomed |= dict.fromkeys(mates, failure)
-        else:  # no member waits for it
+        else:
+            # A new process that has not joined: no member waits for it.
             self._starting.remove(name)
             self.replace.append(name)
         survivors = self._survivors(living)
@@ -245,17 +264,21 @@ class Membership:
 
     def _form_generation(self, living: set[str], now: float) -> str:
         """Form the next generation once all survivors have left this one. Returns as `update`."""
+        # First the mates of a lost rank must end.
         if doomed := [name for name in self._doomed if name in living]:
             self.silent = doomed
             return ""
         survivors = self._survivors(living)
         new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
-        # One request a poll while nobody is lost
+        # Ask the store once for each poll while nobody is lost, not once for each member.
         here = f"here/{self.number + 1}"
         has_reports = bool(survivors) and self._store.check([f"{self._keys}/{here}"])
-        reports = {name: each for name in survivors if has_reports and (each := self._report(f"{here}/{name}"))}
+        reports = {
+            name: leave_report for name in survivors if has_reports and (leave_report := self._report(f"{here}/{name}"))
+        }
         if not reports:
             self._first_report = None
+            # New processes that complete a replica may join: tell the members, which then leave their groups.
             if not self._lost and self._whole(new):
                 self._store.set(f"{self._keys}/wish/{self.number}", "1")
             return ""
@@ -263,6 +286,7 @@ class Membership:
             self._first_report = now
         silent = [name for name in survivors if name not in reports]
         if silent:
+            # A member that waited for the full timeout has given the silent ones their time already.
             timed_out = any(report.timed_out for report in reports.values())
             if timed_out:
                 most = _SHORT_SLACK
@@ -275,6 +299,7 @@ class Membership:
 
     def _announce(self, survivors: list[str], reports: dict[str, LeaveReport], new: dict[str, LeaveReport]) -> str:
         plan = reports[survivors[0]].plan
+        # A new process must have the same configuration, data and code as the members.
         refused = [name for name, report in new.items() if report.plan != plan]
         fresh = self._whole(name for name in new if name not in refused)
         for name in refused:
@@ -283,14 +308,15 @@ class Membership:
         losses = []
         for failure in dict.fromkeys(self._lost.values()):
             losses.append(self._describe_loss(failure))
-        # They lost contact though all are alive: limited like losses
+        # The members lost contact though all are alive. Limit this like losses.
         if not losses and not fresh and not refused:
-            now = self._now()
-            self._alarms = [when for when in self._alarms if now - when < _HOUR] + [now]
+            time_now = self._now()
+            self._alarms = [when for when in self._alarms if time_now - when < _HOUR] + [time_now]
             if len(self._alarms) > _ALARMS_PER_LOSS * self._most:
                 reason = f"the processes keep losing contact though all are alive, and --max-losses is {self._most}"
                 self._announce_end(reason)
                 return reason
+        # Survivors keep their order; new processes get the ranks after them.
         self.number += 1
         self.members = survivors + fresh
         all_reports = reports | {name: new[name] for name in fresh}
@@ -306,20 +332,21 @@ class Membership:
         return ""
 
     def _survivors(self, living: set[str]) -> list[str]:
+        # The usual case, at every poll: nobody is lost.
         if not self._lost and not self._doomed and living.issuperset(self.members):
             return self.members
-        gone = self._lost.keys() | self._doomed.keys()
-        return [name for name in self.members if name in living and name not in gone]
+        leaving = self._lost.keys() | self._doomed.keys()
+        return [name for name in self.members if name in living and name not in leaving]
 
     def _replica(self, name: str) -> int:
-        """Return the number of the replica that a process has a part of; its successor has a part of the same."""
+        """Return the number of a process's replica; its successor's is the same."""
         return _slot(name) // self._replica_size
 
     def _whole(self, names: Iterable[str]) -> list[str]:
-        """Keep those of these new processes that form whole replicas."""
+        """Keep those of these new processes that form complete replicas."""
         replicas = {name: self._replica(name) for name in names}
         counts = Counter(replicas.values())
-        return sorted((name for name, each in replicas.items() if counts[each] == self._replica_size), key=_slot)
+        return sorted((name for name, replica in replicas.items() if counts[replica] == self._replica_size), key=_slot)
 
     def _describe_loss(self, failure: ProcessFailure) -> str:
         """Describe a loss, and name the ranks of its replica that left with it."""
@@ -346,5 +373,5 @@ class Membership:
 
 
 def _slot(name: str) -> int:
-    """Return the rank at the start of a process or of the one that it replaces."""
+    """Return the rank at the start of a process, or of its predecessor."""
     return int(name.partition(".")[0])

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.distributed.failures import ProcessFailure
@@ -35,25 +36,37 @@ from lockstep.launch.secret import NO_SECRET, Secret
 
 __all__ = ["Coordinator", "Decisions", "Follower", "Seat", "open_decisions"]
 
-_INFO = "lockstep/launcher"  # of each node, in the round's store
-_INFO_SECONDS = 60.0  # for all launchers of a round to write it
-_RUN = "lockstep/run"  # address of the run under way, in the rendezvous' store, for a node that comes back
-# seconds in which a loss is usually settled
+# Key of each launcher's address, in the round's store.
+_INFO = "lockstep/launcher"
+# Seconds for all launchers of a round to write it.
+_INFO_SECONDS = 60.0
+# Key of the current run's address, in the rendezvous' store, for a node that rejoins.
+_RUN = "lockstep/run"
+# Seconds in which a loss is usually handled: no report of waiting is printed before.
 _SEAT_SECONDS = 2.0
+# Seconds between two requests for a place, and between two reports of waiting.
 _SEAT_PAUSE = 0.5
 _REPORT_SECONDS = 15.0
+# Seconds to connect to node 0's launcher.
 _CONNECT_SECONDS = 10.0
-_HELLO_SECONDS = 5.0  # for a connection's first message
-_BEAT = 1.0  # seconds between two lines at most
-_NOTHING_NEW: dict[str, Any] = {}  # the message of a beat
-_ORDERS = ("replace", "silent", "refused")  # names of processes, each told once to the node that has them
-_DEAF = 5.0  # seconds without a line, after which a node whose ranks do not report is lost
-_QUIET = 30.0  # seconds without a line, after which one on the screen says so
-_LEAVE = 15.0  # the same, once this node's ranks have ended; and of node 0, once a rank here has failed
+# Seconds for a connection's first message.
+_HELLO_SECONDS = 5.0
+# Longest time between two lines, in seconds.
+_BEAT = 1.0
+# The message that shows only that the launcher is alive.
+_NOTHING_NEW: dict[str, Any] = {}
+# Names of processes, sent once to the node that has them.
+_ORDERS = ("replace", "silent", "refused")
+# Seconds without a line, after which a node whose ranks do not report is lost.
+_DEAF = 5.0
+# Seconds without a line, after which the screen shows it.
+_QUIET = 30.0
+# The same, once this node's ranks have ended; and for node 0, once a rank here has failed.
+_LEAVE = 15.0
 
 
 class Seat(NamedTuple):
-    """The place of a node that comes back to a run.
+    """The place of a node that rejoins a run.
 
     Attributes:
         node, nodes: its number, and how many there are.
@@ -75,7 +88,7 @@ class Decisions(Protocol):
     Attributes:
         members: names by rank, of all nodes.
         number: of the generation.
-        causes: failures that were losses, as far as known here.
+        causes: failures that were losses; [] if they are not known here.
         fatal: the failure that ended the run; None if it was one of this node, or none did.
         replace, silent, refused: names of this node, as in `losses.Membership`; the caller empties them.
         is_over: the members have ended well, so no process is waited for.
@@ -132,7 +145,7 @@ class Decisions(Protocol):
 def open_decisions(
     job: Job, describe: Callable[[ProcessFailure], str], folder: Path, say: Callable[[str], None] = print
 ) -> Decisions | None:
-    """Open the meeting point of a run that survives losses, or prepare to follow node 0's launcher.
+    """Open the meeting point of a run that survives losses, or follow node 0's.
 
     Args:
         describe: describes a failure for the log.
@@ -143,11 +156,13 @@ def open_decisions(
         None: a loss ends the run.
     """
     for name in (MEETING_VARIABLE, FOLLOWER_VARIABLE):
-        os.environ.pop(name, None)  # of another launcher around this one
+        # Another launcher around this one may have set them.
+        os.environ.pop(name, None)
     several = job.nodes[1] > 1
     if several and not job.is_host:
         if job.backend == "c10d":
             return Follower(job, folder, say)
+        # Only the c10d backend has the store through which a follower finds node 0's launcher.
         return None
     host = job.endpoint.rpartition(":")[0]
     listener = listen(host, 0) if job.losses else None
@@ -155,6 +170,7 @@ def open_decisions(
         if several and job.backend == "c10d":
             return Coordinator(None, "", None, folder, job.run_secret, say)
         return None
+    # The ranks meet at any free port of the address that the launchers use.
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     membership = Membership(store, least=job.least, most=job.losses, describe=describe)
@@ -182,7 +198,8 @@ class _Node:
     is_quiet: bool = False
     code: int = 0
     stop_signal: int = 0
-    version: int = -1  # of the state that it was sent last
+    # Version of the state that was sent last.
+    version: int = -1
     sent_at: float = 0.0
 
 
@@ -217,21 +234,24 @@ class Coordinator:
         self._secret = secret
         self._round_secret = secret
         self._token = ""
-        # The rendezvous' store, while it has this run's address
+        # The rendezvous' store, while this run's address is in it.
         self._published: Any = None
-        # The last number in the names of another node's process, by slot
+        # The last number in the names of another node's process, by the process's rank at the start.
         self._newest: dict[str, int] = {}
-        self._waiting: list[Link] = []  # connections without a first message
-        self._met: set[str] = set()  # the numbers of this round's connections
+        # Connections without a first message.
+        self._waiting: list[Link] = []
+        # The numbers of this round's connections: a number that comes twice was recorded and sent again.
+        self._met: set[str] = set()
         self._nodes: list[_Node] = []
         self._world: set[str] = set()
         self._own: set[str] = set()
-        # The living of all nodes, computed again only where something changed
+        # Running processes of all nodes, computed again only where something changed.
         self._everyone: set[str] = set()
         self._own_living: set[str] = set()
         self._is_stale = True
-        self._state: dict[str, Any] = {}  # what all nodes are to know
-        # Of `_state`: a node that has it gets a beat in its place
+        # What all nodes are to know.
+        self._state: dict[str, Any] = {}
+        # Version of `_state`: a node that has it gets a beat in its place.
         self._version = 0
         self.replace: list[str] = []
         self.silent: list[str] = []
@@ -250,7 +270,7 @@ class Coordinator:
 
     @property
     def number(self) -> int:
-        """The generation's."""
+        """The generation's number."""
         if self._membership:
             return self._membership.number
         return 0
@@ -264,6 +284,7 @@ class Coordinator:
 
     def begin(self, round_: str, names: list[str], group: Any) -> bool:
         """Reset for a new start of all processes; return whether a loss is survived."""
+        # All processes start again, and so do the connections: their secret is of the round.
         self._close_links()
         self._waiting = []
         self._met = set()
@@ -283,6 +304,7 @@ class Coordinator:
         if group.group_world_size > 1 or self._listener:
             info = None
             if self._membership and self._listener:
+                # Each round has a secret of its own, so nothing signed in an earlier round is accepted.
                 number = secrets.token_hex(16)
                 self._round_secret = self._secret.derive(number)
                 host = self._meeting.rpartition(":")[0]
@@ -290,6 +312,7 @@ class Coordinator:
                 info = {"meeting": self._meeting, "host": host, "port": port, "number": number}
             _exchange(group, info, self._secret)
             if info and isinstance(group.store, PrefixStore):
+                # A node that rejoins finds the run's address here, without a rendezvous.
                 self._published = group.store.underlying_store
                 self._published.set(_RUN, self._secret.sign("run", info).decode())
         self._token = round_
@@ -297,7 +320,7 @@ class Coordinator:
         return self._membership is not None
 
     def rejoin(self, processes: int) -> Seat | None:
-        """Withdraw the address: from now on a node that comes back takes part in the rendezvous."""
+        """Withdraw the address: a node that rejoins now takes part in the rendezvous."""
         if self._published:
             self._published.set(_RUN, self._secret.sign("run", None).decode())
             self._published = None
@@ -327,6 +350,7 @@ class Coordinator:
         membership = self._membership
         assert membership is not None
         self._accept()
+        # No rank of this node is left, so a silent launcher of another node need not be waited for.
         is_last = not living and not ended
         for node in self._nodes:
             self._hear(node, is_last=is_last)
@@ -340,6 +364,7 @@ class Coordinator:
         if self.is_over:
             self.code = max([read_end(self._folder), *(node.code for node in self._nodes)])
         reason = "" if self.is_over else membership.update(everyone, failures)
+        # A failure of this node's own process is described by the agent, which has its note.
         if membership.fatal in ended.values():
             self.fatal = None
         else:
@@ -348,7 +373,10 @@ class Coordinator:
         return reason
 
     def _living_everywhere(self, living: set[str]) -> set[str]:
-        """Return the names of running processes of all nodes; a node that was not heard yet counts as running."""
+        """Return the names of running processes of all nodes.
+
+        A node that has not reported yet counts as running.
+        """
         if self._is_stale or living != self._own_living:
             heard = set[str]().union(*(node.slots for node in self._nodes))
             unheard = self._world - self._own - heard
@@ -368,15 +396,17 @@ class Coordinator:
             link.close()
 
     def _accept(self) -> None:
-        """Accept other launchers: a connection is one's once its first message is signed."""
-        with contextlib.suppress(OSError):  # nobody waits
+        """Accept other launchers, each once its first message is signed."""
+        # Nobody waits for a connection.
+        with contextlib.suppress(OSError):
             while self._listener:
                 self._waiting.append(Link(self._listener.accept()[0], self._round_secret, is_server=True))
         for link in list(self._waiting):
             messages = link.receive()
             if messages:
                 self._waiting.remove(link)
-                if link.number in self._met:  # recorded, and sent again
+                # The number was used before: somebody recorded the connection and sends it again.
+                if link.number in self._met:
                     link.close()
                     continue
                 self._met.add(link.number)
@@ -399,9 +429,14 @@ class Coordinator:
         self._nodes.append(_Node(number, label or number, str(hello["host"]), link, names, set(names)))
 
     def _give_seat(self, link: Link, hello: dict[str, Any]) -> Seat | None:
-        """Return the place of a lost node for one that comes back; None while there is none of its size."""
+        """Return a lost node's place for one that rejoins.
+
+        Returns:
+            None while no lost node has as many processes.
+        """
         present = {name.partition(".")[0] for name in self.members}
         for node in self._nodes:
+            # The lost node's ranks must have left the members before their names are used again.
             if node.is_lost and len(node.slots) == hello["processes"] and not present & set(node.slots):
                 names = [f"{slot}.{self._newest.get(slot, 0) + 1}" for slot in node.slots]
                 self._is_stale = True
@@ -426,6 +461,7 @@ class Coordinator:
             return
         for report in node.link.receive():
             heard = set(report["living"])
+            # Compute the names of all nodes again only if this node's have changed.
             self._is_stale = self._is_stale or heard != node.living
             node.living = heard
             node.failed = {name: _failure(values) for name, values in report["failed"].items()}
@@ -442,7 +478,8 @@ class Coordinator:
         node.is_quiet = quiet > _QUIET
         if not node.link.is_open:
             self._lose(node, "its launcher has ended")
-        elif is_last and quiet > _LEAVE:  # the ranks here ended well, which they do only with all others
+        elif is_last and quiet > _LEAVE:
+            # The ranks here ended well, which they do only together with all others.
             self._say(f"node {node.label} ({node.host}): its launcher is silent; the run has ended without it")
             node.link.close()
             node.is_lost = True
@@ -452,6 +489,7 @@ class Coordinator:
     def _lose(self, node: _Node, why: str) -> None:
         """Count a node's processes as lost, once; a process that ended well stays so."""
         node.is_lost = True
+        # All its processes had ended well, so nothing is lost.
         if not node.living:
             node.link.close()
             return
@@ -462,7 +500,7 @@ class Coordinator:
         else:
             named = "no rank"
         message = f"node {node.label} ({node.host}, with {named}) is lost: {why}"
-        # Read by a launcher that was stopped, once it runs again
+        # The launcher may only be stopped: it reads this once it runs again.
         node.link.send({"lost": message})
         node.link.close()
         failure = ProcessFailure(
@@ -473,8 +511,8 @@ class Coordinator:
         self._is_stale = True
 
     def _instruct(self, reason: str, membership: Membership) -> None:
-        """Send each node what is decided about its processes; keep this node's."""
-        now = time.monotonic()
+        """Send each node the decisions about its processes, and keep this node's."""
+        time_now = time.monotonic()
         self.printer = self._find_printer(membership.members)
         state = {
             "printer": self.printer,
@@ -487,21 +525,23 @@ class Coordinator:
             "cause": _values(membership.fatal) if reason and membership.fatal else None,
         }
         if state != self._state:
+            # Copy the members: the list changes later, and must differ from this state then.
             self._state = state | {"members": [*membership.members]}
             self._version = self._version + 1
         has_orders = bool(membership.replace or membership.silent or membership.refused)
         for node in self._nodes:
             if has_orders:
-                self._order(node, membership, now)
+                self._order(node, membership, time_now)
             if node.is_lost:
                 continue
             if node.version != self._version:
                 node.link.send(self._state)
                 node.version = self._version
-                node.sent_at = now
-            elif now - node.sent_at > _BEAT:
+                node.sent_at = time_now
+            elif time_now - node.sent_at > _BEAT:
+                # Nothing is new. A beat shows that this launcher is alive.
                 node.link.send(_NOTHING_NEW)
-                node.sent_at = now
+                node.sent_at = time_now
         for name in _ORDERS:
             setattr(self, name, _of(self._own, getattr(membership, name)))
             setattr(membership, name, [])
@@ -514,9 +554,10 @@ class Coordinator:
         return f"node 0 ({socket.gethostname()})"
 
     def _order(self, node: _Node, membership: Membership, now: float) -> None:
-        """Send a node what is to be done with its processes, if anything is."""
+        """Send a node the orders for its processes, if there are any."""
         slots = set(node.slots)
         orders = {name: _of(slots, getattr(membership, name)) for name in _ORDERS}
+        # The node's ranks do not report, and its launcher is silent: do not wait for it any longer.
         if orders["silent"] and now - node.link.heard > _DEAF and not node.is_lost:
             self._lose(node, "its launcher is silent")
         if any(orders.values()) and not node.is_lost:
@@ -577,7 +618,8 @@ class Follower:
         self.fatal = None
         self.is_over = self.is_orphaned = False
         self.code = self.stop_signal = 0
-        if seat:  # connected since it was given
+        # This launcher is connected since it asked for its place.
+        if seat:
             self._new = list(names)
             return True
         self.close()
@@ -596,7 +638,7 @@ class Follower:
         return True
 
     def rejoin(self, processes: int) -> Seat | None:
-        """Ask for the place of a lost node in a run under way, and wait for one; see `Decisions`.
+        """Wait for the place of a lost node in a current run; see `Decisions`.
 
         Raises:
             LockstepError: the run had no place for this launcher, or has ended.
@@ -614,17 +656,19 @@ class Follower:
                     info = self._secret.read("run", store.get(_RUN))
                 else:
                     info = None
-                if info is None:  # no run is under way: it meets the others
+                # No run is in progress, so this node takes part in the rendezvous.
+                if info is None:
                     return None
                 why = self._ask_for_seat(info, processes)
                 if self._seat:
                     return self._seat
                 if seconds > report:
                     report += _REPORT_SECONDS
-                    left = self._patience - seconds
-                    self._say(f"waiting for a place in the run at {self._endpoint}: {why}; {left:.0f} s left")
+                    seconds_left = self._patience - seconds
+                    self._say(f"waiting for a place in the run at {self._endpoint}: {why}; {seconds_left:.0f} s left")
                 time.sleep(_SEAT_PAUSE)
-        except RuntimeError as error:  # the store has gone with node 0's launcher
+        except RuntimeError as error:
+            # The store has gone with node 0's launcher.
             ended = f"the run at {self._endpoint} ended while this launcher waited for a place in it"
             raise LockstepError(f"{ended} ({why})" if why else f"{ended}") from error
         raise LockstepError(
@@ -656,7 +700,8 @@ class Follower:
 
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
-        if not self.members:  # nothing heard yet
+        # No message has arrived yet: the ranks are those of the start.
+        if not self.members:
             if name.isdigit():
                 return int(name)
             return None
@@ -669,24 +714,29 @@ class Follower:
         self._new.append(name)
 
     def update(self, living: set[str], ended: Mapping[str, ProcessFailure]) -> str:
-        """Report this node's processes, and receive what is decided about them. Returns as `Membership.update`."""
+        """Report this node's processes, and receive the decisions about them.
+
+        Returns as `Membership.update`.
+        """
         assert self._link is not None
         report: dict[str, Any] = {
             "living": sorted(living),
-            "failed": {name: _values(each) for name, each in ended.items()},
+            "failed": {name: _values(failure) for name, failure in ended.items()},
             "code": 0 if living else read_end(self._folder),
             "stop": self.stop_signal,
         }
-        now = time.monotonic()
-        if self._new or report != self._sent or now - self._sent_at > _BEAT:
+        time_now = time.monotonic()
+        # Send what has changed, or a beat.
+        if self._new or report != self._sent or time_now - self._sent_at > _BEAT:
             self._link.send(report | {"new": self._new})
             self._new = []
             self._sent = report
-            self._sent_at = now
+            self._sent_at = time_now
         for message in self._link.receive():
             self._lost = message.get("lost", self._lost)
             for name in _ORDERS:
                 getattr(self, name).extend(message.get(name, []))
+            # Only a message with the state has this key; a beat and orders have not.
             if "members" not in message:
                 continue
             self.members = message["members"]
@@ -697,16 +747,18 @@ class Follower:
             self._end = message["end"]
             self.stop_signal = max(self.stop_signal, message["stop"])
             self.fatal = _failure(message["cause"]) if message["cause"] else None
+        # The agent describes a failure of this node's own process, from its note.
         if self.fatal and _values(self.fatal) in report["failed"].values():
             self.fatal = None
         if self._end:
             return self._end
-        is_silent = now - self._link.heard > _LEAVE
+        is_silent = time_now - self._link.heard > _LEAVE
         has_left = is_silent or not self._link.is_open
+        # Ranks end well only together, so a launcher that has left ended its run well too.
         self.is_over = self.is_over or (has_left and not living and not ended)
-        # If node 0's launcher alone is lost, all ranks save themselves: only a failure here shows that they could not.
+        # If only node 0's launcher fails, all ranks save themselves. A failure here shows that they could not.
         if not ended or not has_left:
-            self._warn(now)
+            self._warn(time_now)
             return ""
         self.is_orphaned = True
         self.fatal = ProcessFailure(
@@ -720,7 +772,10 @@ class Follower:
         return "-"
 
     def _explain_end(self, *, is_silent: bool) -> str:
-        """Explain why this launcher cannot go on: it is out of the run, or node 0's launcher decides nothing."""
+        """Explain why this launcher cannot continue.
+
+        It has lost its place in the run, or node 0's launcher makes no decisions.
+        """
         if self._lost:
             return f"{self._lost}; the others go on without it, and the same command takes its place again"
         how = f"has not answered for {_LEAVE:g} s" if is_silent else "is lost"
@@ -745,14 +800,19 @@ class Follower:
 
 
 def _exchange(group: Any, own: dict[str, Any] | None, secret: Secret) -> dict[str, Any] | None:
-    """Exchange the launchers' addresses in a round's store; return the coordinator's, None if there is none."""
+    """Exchange the launchers' addresses in a round's store.
+
+    Returns:
+        The coordinator's address; None if there is none.
+    """
     store = group.store
     size = group.group_world_size
     keys = [f"{_INFO}/{number}" for number in range(size)]
     store.set(keys[group.group_rank], secret.sign("addresses", own).decode())
+    # Every launcher of the round writes its key, so all wait for the slowest.
     store.wait(keys, timedelta(seconds=_INFO_SECONDS))
-    found = [secret.read("addresses", value) for value in store.multi_get(keys)]
-    return next((info for info in found if info), None)
+    infos = [secret.read("addresses", value) for value in store.multi_get(keys)]
+    return next((info for info in infos if info), None)
 
 
 def _progress(folder: Path) -> RankProgress | None:
@@ -771,5 +831,5 @@ def _values(failure: ProcessFailure) -> dict[str, Any]:
 
 
 def _failure(values: dict[str, Any]) -> ProcessFailure:
-    place = values["place"]
-    return ProcessFailure(**(values | {"place": RankProgress(*place) if place else None}))
+    progress = values["place"]
+    return ProcessFailure(**(values | {"place": RankProgress(*progress) if progress else None}))

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -40,18 +41,27 @@ from lockstep.launch.secret import SECRET_VARIABLE, Secret, SignatureError
 
 __all__ = ["join_seconds", "local_address", "open_rendezvous"]
 
-_GREETING_SECONDS = 60.0  # seconds for the meeting point's greeting
-_READ_SECONDS = 5.0  # seconds to wait for the meeting point to answer, while the processes are watched
-_MEET_SECONDS = 60.0  # the same in a rendezvous, where a busy node may be late
+# Seconds for the meeting point's greeting.
+_GREETING_SECONDS = 60.0
+# Seconds to wait for the meeting point's answer while the processes are watched.
+_READ_SECONDS = 5.0
+# The same in a rendezvous, where a busy node may be late.
+_MEET_SECONDS = 60.0
+# Seconds after which a slow connection is reported, and seconds between two reports of waiting.
 _SLOW_SECONDS = 3.0
 _REPORT_SECONDS = 15.0
-_SETTINGS = "lockstep/settings"  # key of node 0's
-_REFUSED = "lockstep/refused"  # key of the last launcher with other settings
-_JOIN_SECONDS = 600  # torch's own limit
+# Key of node 0's settings.
+_SETTINGS = "lockstep/settings"
+# Key of the last launcher with other settings.
+_REFUSED = "lockstep/refused"
+# Seconds for the launchers to meet; torch's own limit.
+_JOIN_SECONDS = 600
 
 
 def open_rendezvous(job: Job, say: Callable[[str], None]) -> RendezvousHandler:
-    """Return the rendezvous of the launchers, with a store that listens on the endpoint's address only.
+    """Return the rendezvous of the launchers, with a store on the endpoint's address.
+
+    The store listens on that address only.
 
     Raises:
         ConfigError: another service listens there, or this launcher's settings or secret differ from node 0's.
@@ -79,6 +89,7 @@ def open_rendezvous(job: Job, say: Callable[[str], None]) -> RendezvousHandler:
     store = _open_store(job, say)
     _check_settings(job, store)
     host = job.run_secret.sign("host", socket.gethostname()).decode()
+    # The other launchers name this host when they report who has come.
     store.set(_host_key(str(settings.local_addr), os.getpid()), host)
     backend = SignedBackend(store, job.run_id, job.run_secret)
     handler = create_handler(store, backend, settings)
@@ -103,6 +114,7 @@ def _open_store(job: Job, say: Callable[[str], None]) -> TCPStore:
             "every other node a --node-rank of its own"
         )
     port = listener.getsockname()[1]
+    # torch would listen on every interface. It takes over this socket, which listens on one address.
     return TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
@@ -129,17 +141,19 @@ def _await_host(host: str, port: int, limit: float, say: Callable[[str], None]) 
     report = time.monotonic() + _REPORT_SECONDS
     while why := check_store(host, port, _GREETING_SECONDS, f"--master-addr {host} --master-port {port}"):
         advice = "check that its launcher runs, --master-addr, --master-port, and the firewall"
-        left = deadline - time.monotonic()
-        if left < 0:
+        remaining = deadline - time.monotonic()
+        if remaining < 0:
             raise LockstepError(f"node 0 did not answer at {host}:{port} within {limit:g} s ({why}); {advice}")
         if time.monotonic() > report:
             report += _REPORT_SECONDS
-            say(f"waiting for node 0, which does not answer at {host}:{port} ({why}); {advice}; {left:.0f} s left")
-        time.sleep(min(1.0, left))
+            say(f"waiting for node 0, which does not answer at {host}:{port} ({why}); {advice}; {remaining:.0f} s left")
+        time.sleep(min(1.0, remaining))
 
 
 def _check_settings(job: Job, store: TCPStore) -> None:
-    """Write the settings of node 0's launcher, which opened the store; on other nodes raise if they differ.
+    """Check that all launchers have the same settings.
+
+    Node 0's launcher, which opened the store, writes its own.
 
     Raises:
         ConfigError: the settings or the secrets differ.
@@ -149,9 +163,10 @@ def _check_settings(job: Job, store: TCPStore) -> None:
         nodes = str(job.nodes[0])
     else:
         nodes = f"{job.nodes[0]}:{job.nodes[1]}"
-    own = {"--nnodes": nodes, "--rdzv-id": job.run_id}
-    if job.is_host:  # over those of a stranger who was faster
-        store.set(_SETTINGS, job.secret.sign("settings", own).decode())
+    settings = {"--nnodes": nodes, "--rdzv-id": job.run_id}
+    # Overwrite the settings that a stranger may have written first.
+    if job.is_host:
+        store.set(_SETTINGS, job.secret.sign("settings", settings).decode())
         return
     try:
         theirs = job.secret.read("settings", store.get(_SETTINGS))
@@ -164,10 +179,10 @@ def _check_settings(job: Job, store: TCPStore) -> None:
         raise LockstepError(
             f"no launcher has written its settings at {job.endpoint}; check that node 0's still runs, and --master-port"
         ) from error
-    for flag, value in own.items():
+    for flag, value in settings.items():
         if value != theirs[flag]:
             refused = f"{socket.gethostname()} with {flag} {value}"
-            # Its run may be another
+            # Node 0 may belong to another run, so only report the difference.
             store.set(_REFUSED, job.secret.sign("refused", refused).decode())
             raise ConfigError(f"{flag} is {value} here, and {theirs[flag]} on node 0; start all launchers alike")
 
@@ -182,7 +197,9 @@ def join_seconds(job: Job) -> float:
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a single launcher, which meets nobody: its stores are in this process, and nothing listens.
+    """The rendezvous of a single launcher, which meets nobody.
+
+    Its stores are in this process, and nothing listens.
 
     Args:
         job: gives the address that ranks listen on.
@@ -210,7 +227,7 @@ class OneNode(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Let no further round follow."""
+        """Close the rendezvous: no further round follows."""
 
     def num_nodes_waiting(self) -> int:
         """Count the nodes that wait for the next round."""
@@ -243,7 +260,7 @@ class NodeRendezvous(RendezvousHandler):
         self._say = say
         self._counter = _WaitingCounter(handler)
         self._has_warned = False
-        # description, since torch takes all out who waited for too long
+        # The last description: torch removes those who waited for too long.
         self._last = ""
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -253,10 +270,11 @@ class NodeRendezvous(RendezvousHandler):
             LockstepError: not enough came in time.
             RendezvousError: the meeting point is closed or gone.
         """
-        # A count from before this round would cause another one
+        # A count from before this round would cause another round.
         self._counter = _WaitingCounter(self._handler)
         met = threading.Event()
         threading.Thread(target=self._report, args=(met,), name="lockstep-nodes", daemon=True).start()
+        # A busy node may answer late. The longer timeout lasts for the rendezvous only.
         if self._store:
             self._store.set_timeout(timedelta(seconds=_MEET_SECONDS))
         try:
@@ -268,6 +286,7 @@ class NodeRendezvous(RendezvousHandler):
             ) from error
         finally:
             met.set()
+            # A short timeout again: this launcher must poll its processes.
             if self._store and not self._job.is_host:
                 self._store.set_timeout(timedelta(seconds=_READ_SECONDS))
 
@@ -280,21 +299,22 @@ class NodeRendezvous(RendezvousHandler):
     def _describe(self) -> str:
         """Describe who has come, and what to check."""
         least, most = self._job.nodes
-        # The same name since torch 2.11
+        # torch has no public access to the state. Both names are private, and the same since torch 2.11.
         holder: Any = getattr(self._handler, "_state_holder", None)
         if holder is None:
             return f"fewer than {least} nodes have come to {self._job.endpoint}; check the other launchers"
         state = holder.state
-        own = getattr(self._handler, "_this_node", None)
-        nodes = {*state.participants, *state.wait_list} | ({own} if own else set())
+        this_node = getattr(self._handler, "_this_node", None)
+        nodes = {*state.participants, *state.wait_list} | ({this_node} if this_node else set())
         names = sorted(map(self._name, nodes))
         came = f"{len(names)} of {least if least == most else f'{least} to {most}'} nodes came ({', '.join(names)})"
-        if state.complete and len(state.participants) >= most and own not in state.participants:
+        if state.complete and len(state.participants) >= most and this_node not in state.participants:
             return f"{came}, and the run needs no more: end this launcher, or wait until a node is lost"
         if state.complete:
             return f"{came}; the others have not left the round before"
         if len(names) >= least:
             return f"{came}; more may come, within the last_call_timeout of --rdzv-conf"
+        # A refused launcher has left a note for the others.
         if refused := self._read("refused", _REFUSED, self._job.secret):
             came += f"; refused: {refused}"
         return f"{came}; check that the launchers of the others run, with --master-addr and --master-port of this one"
@@ -304,7 +324,7 @@ class NodeRendezvous(RendezvousHandler):
         return f"{host} {node.addr}".strip()
 
     def _read(self, purpose: str, key: str, secret: Secret) -> str:
-        """Return what a launcher has told; "" for nothing, and for what none of this run has signed."""
+        """Return a launcher's value; "" if there is none with this run's signature."""
         if self._store is None or not self._store.check([key]):
             return ""
         try:
@@ -318,7 +338,8 @@ class NodeRendezvous(RendezvousHandler):
             return self._counter.read()
         try:
             return int(self._handler.num_nodes_waiting())
-        except RendezvousStateError:  # the next round will fail for it; this one needs no state
+        except RendezvousStateError:
+            # The next round will fail because of it. This one needs no state.
             if not self._has_warned:
                 text = f"at {self._job.endpoint} somebody without the launchers' secret has overwritten their state"
                 self._say(f"{text}; the run goes on, and can neither be restarted nor take nodes in")
@@ -339,7 +360,8 @@ class NodeRendezvous(RendezvousHandler):
         return bool(self._handler.is_closed())
 
     def set_closed(self) -> None:
-        """Let no further round follow."""
+        """Close the rendezvous: no further round follows."""
+        # torch's method has no annotations.
         self._handler.set_closed()  # type: ignore[no-untyped-call]
 
     def get_run_id(self) -> str:
@@ -363,6 +385,7 @@ class _WaitingCounter:
         self._thread: threading.Thread | None = None
 
     def read(self) -> int:
+        # Return each count once: torch starts a new round for it, and must not start a second one.
         """Return the newest count once, else 0."""
         count = self._count
         self._count = 0

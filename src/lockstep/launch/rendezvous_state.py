@@ -1,12 +1,13 @@
 """Keep the state of torch's rendezvous as signed JSON.
 
-Torch's own backend stores a pickle, which runs code of whoever wrote it in every launcher that reads it.
+torch's own backend stores a pickle: every launcher that reads it runs the code of its writer.
 """
 
 import pickle
 from datetime import datetime
 from typing import Any, final
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -28,7 +29,7 @@ _PURPOSE = "state"
 
 @final
 class SignedBackend(RendezvousBackend):
-    """Torch's c10d backend, whose state is read only if a launcher of this run has signed it.
+    """torch's c10d backend, read only if a launcher of this run has signed the state.
 
     Args:
         store: stores the bytes.
@@ -50,18 +51,21 @@ class SignedBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the state as torch expects it, and its token."""
         self._check()
-        found = self._backend.get_state()
-        return found and (self._read(found[0]), found[1])
+        result = self._backend.get_state()
+        return result and (self._read(result[0]), result[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Store a state of this process, unless another launcher was faster; return the newest one."""
-        # Pickled by the caller, a line before
+        """Store this process's state, unless another launcher was faster; return the newest."""
+        # torch has just pickled the state in this process, so unpickling it runs no foreign code.
         values = _to_json(pickle.loads(state))
-        found = self._backend.set_state(self._secret.sign(_PURPOSE, values), token)
-        return found and (self._read(found[0]), found[1], found[2])
+        result = self._backend.set_state(self._secret.sign(_PURPOSE, values), token)
+        return result and (self._read(result[0]), result[1], result[2])
 
     def _check(self) -> None:
-        """Raise if the state is gone: torch never deletes it, and would wait for it while no process is watched."""
+        """Raise if the state is gone.
+
+        torch never deletes it, and would wait for it while no process is watched.
+        """
         try:
             is_there = self._store.check([self._key])
         except RuntimeError as error:
@@ -77,7 +81,10 @@ class SignedBackend(RendezvousBackend):
 
 
 def _to_json(state: _RendezvousState) -> dict[str, Any]:
-    """Return a state as JSON values; the order of sets does not matter, but equal states must have equal bytes."""
+    """Return a state as JSON values.
+
+    Equal states must have equal bytes, so sets are sorted.
+    """
     return {
         "round": state.round,
         "complete": state.complete,

@@ -1,10 +1,12 @@
-"""Sign what the launchers of a run tell each other, by a secret that none of it contains.
+"""Sign what the launchers of a run send each other with a secret.
+
+No message contains the secret.
 
     secret = read_secret("secret.txt", os.environ)      # of --rdzv-secret-file, or of the scheduler's environment
     data = secret.sign("settings", {"--nnodes": "2"})
     secret.read("settings", data)                       # raises SignatureError for what another secret signed
 
-Signed values are JSON, so reading one runs no code, whoever wrote it.
+Signed values are JSON, so reading one never runs code.
 """
 
 import hashlib
@@ -22,7 +24,8 @@ __all__ = ["NO_SECRET", "SECRET_VARIABLE", "Secret", "SignatureError", "read_sec
 
 SECRET_VARIABLE = "LOCKSTEP_RDZV_SECRET"
 _FLAG = "--rdzv-secret-file"
-_LEAST = 16  # bytes of a secret
+# Bytes of a secret.
+_LEAST = 16
 
 
 class SignatureError(LockstepError):
@@ -34,7 +37,7 @@ class Secret:
     """A key that signs values.
 
     Args:
-        key: without one, whoever can read a value can sign others.
+        key: without one, anybody who can read a value can sign others.
     """
 
     def __init__(self, key: bytes = b"") -> None:
@@ -62,6 +65,7 @@ class Secret:
             SignatureError: it was signed with another secret, or for another purpose.
         """
         digest, _, text = data.decode("utf-8", "replace").partition(" ")
+        # compare_digest takes the same time for any difference, so the time does not reveal a digest.
         if not hmac.compare_digest(digest.encode(), self._digest(purpose, text).encode()):
             raise SignatureError(
                 f"what another launcher wrote ({purpose}) is not signed with this launcher's secret; give all of them "
@@ -81,16 +85,19 @@ NO_SECRET = Secret()
 
 
 def read_secret(path: str | None, environ: MutableMapping[str, str]) -> Secret:
-    """Return the secret of --rdzv-secret-file, else that of the environment, which the ranks do not get.
+    """Return the secret of --rdzv-secret-file, else that of the environment.
+
+    The ranks do not get the variable.
 
     Raises:
         ConfigError: it is too short, or other users may read or change the file.
     """
-    given = environ.pop(SECRET_VARIABLE, "").strip()
+    # Remove the variable, so that the ranks do not inherit it.
+    text = environ.pop(SECRET_VARIABLE, "").strip()
     if path is None:
-        if given and len(given) < _LEAST:
-            raise ConfigError(f"{SECRET_VARIABLE} has {len(given)} characters: it must have at least {_LEAST}")
-        return Secret(given.encode())
+        if text and len(text) < _LEAST:
+            raise ConfigError(f"{SECRET_VARIABLE} has {len(text)} characters: it must have at least {_LEAST}")
+        return Secret(text.encode())
     try:
         with Path(path).expanduser().open("rb") as file:
             status = os.fstat(file.fileno())

@@ -30,7 +30,8 @@ from lockstep.errors import FINAL_CODES, ConfigError, LockstepError
 __all__ = ["FLAGS", "add_slurm_flags", "record_end", "submit"]
 
 
-_ENDS_VARIABLE = "LOCKSTEP_SLURM_ENDS"  # set by the script: a folder with a file for each node
+# Set by the script to a folder with a file for each node.
+_ENDS_VARIABLE = "LOCKSTEP_SLURM_ENDS"
 
 _SCRIPT = """\
 #!/bin/bash
@@ -90,8 +91,10 @@ rm -rf "$ends" "$early"
 exit "$code"
 """
 
-FLAGS = ("nodes", "gpus_per_node", "time", "partition", "set", "seeds", "chain")  # of --slurm alone
-_OURS = {  # options of sbatch that are decided here -> what to use instead
+# Flags of --slurm alone.
+FLAGS = ("nodes", "gpus_per_node", "time", "partition", "set", "seeds", "chain")
+# Options of sbatch that are chosen here, with what to use instead.
+_OURS = {
     "ntasks": "srun starts one launcher a node; use --nproc-per-node for the ranks",
     "ntasks-per-node": "srun starts one launcher a node; use --nproc-per-node for the ranks",
     "nodes": "use --nodes",
@@ -101,12 +104,16 @@ _OURS = {  # options of sbatch that are decided here -> what to use instead
     "array": "use --seeds",
     "wrap": "the command is what follows `--`",
 }
-_CORE_OPTIONS = ("cpus-per-task", "cpus-per-gpu", "exclusive", "oversubscribe")  # with one of them nodes may be shared
-_SIGNAL_SECONDS = 300  # before the time limit, so that the run can save; at most a fifth of it
+# With one of these options nodes may be shared.
+_CORE_OPTIONS = ("cpus-per-task", "cpus-per-gpu", "exclusive", "oversubscribe")
+# Seconds before the time limit, so that the run can save; at most a fifth of the limit.
+_SIGNAL_SECONDS = 300
+# A value without control characters: a line break would begin another option.
 _SECRET_FREE = re.compile(r"[^\x00-\x1f]*")
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(\d+)(?::(\d+)(?::(\d+))?)?)")
-_PASSED_ON = {  # flags, and their defaults
+# Flags that the launchers in the job get too, with their defaults.
+_PASSED_ON = {
     "max_restarts": 0,
     "min_ranks": 1,
     "max_losses": None,
@@ -116,7 +123,8 @@ _PASSED_ON = {  # flags, and their defaults
 }
 
 
-_HOLE = re.compile(r"@\{([\w-]+)\}")  # not $, of which shell scripts are full
+# A hole of a script. Not $, which shell scripts use everywhere.
+_HOLE = re.compile(r"@\{([\w-]+)\}")
 
 
 def add_slurm_flags(parser: Parser) -> None:
@@ -157,6 +165,7 @@ def submit(args: argparse.Namespace, target: Sequence[str]) -> int:
             "--slurm: there is no sbatch on the PATH; run this on a login node of the cluster, or print the script "
             "with --dry-run"
         )
+    # Slurm opens the output before the script runs, so its folders must exist when the job starts.
     folders = [script.parent, *(Path(str(folder).replace("%a", str(seed))) for seed in _seeds(args.seeds))]
     with _new_folders(folders):
         script.write_text(text, encoding="utf-8")
@@ -207,20 +216,24 @@ def _seconds(text: str) -> int:
     match = _TIME.fullmatch(text)
     if not match:
         raise ConfigError(f"--time is '{text}': it must be MINUTES, HH:MM:SS or D-HH:MM:SS")
-    days, hours, minutes, seconds, first, second, third = (int(each or 0) for each in match.groups())
+    days, hours, minutes, seconds, value, minutes_or_seconds, third = (int(number or 0) for number in match.groups())
     if match[1]:
         total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     elif match[7]:
-        total = (first * 60 + second) * 60 + third
+        total = (value * 60 + minutes_or_seconds) * 60 + third
     else:
-        total = first * 60 + second  # MINUTES or MINUTES:SECONDS
+        # The text was MINUTES or MINUTES:SECONDS.
+        total = value * 60 + minutes_or_seconds
     if not total:
         raise ConfigError(f"--time is '{text}': it must be more than 0")
     return total
 
 
 def _run_folder(target: Sequence[str], *, array: bool) -> tuple[str, Path]:
-    """Return the job's name, and the folder of its script and output; %a stands for the seed."""
+    """Return the job's name, and the folder of its script and output.
+
+    In the folder, Slurm replaces %a by the seed.
+    """
     if target[0] == "train":
         config = cli.parse(list(target[1:]))
         name = config.experiment_name
@@ -237,24 +250,29 @@ def _run_folder(target: Sequence[str], *, array: bool) -> tuple[str, Path]:
 def _seeds(text: str | None) -> list[int]:
     """Expand the list of --seeds."""
     seeds: list[int] = []
-    for part in (text or "").partition("%")[0].split(","):
-        bounds, _, stride = part.partition(":")
-        first, _, last = bounds.partition("-")
-        if first:
-            seeds += range(int(first), int(last or first) + 1, int(stride or 1))
+    for entry in (text or "").partition("%")[0].split(","):
+        bounds, _, stride = entry.partition(":")
+        begin, _, end = bounds.partition("-")
+        if begin:
+            seeds += range(int(begin), int(end or begin) + 1, int(stride or 1))
     return seeds
 
 
 def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, folder: Path) -> dict[str, str]:
-    """Return the options of sbatch; an empty value is a flag, and drops a value that was chosen here."""
+    """Return the options of sbatch.
+
+    An empty value is a flag; it also removes a value that was chosen here.
+    """
     options = {"job-name": name, "nodes": str(args.nodes or 1), "ntasks-per-node": "1"}
     if args.gpus_per_node:
         options["gpus-per-node"] = str(args.gpus_per_node)
+    # Without a choice of cores the job gets whole nodes, since the ranks use all cores.
     if not any(key in values for key in _CORE_OPTIONS):
         options["exclusive"] = ""
-    asked = {"time": args.time, "partition": args.partition, "array": args.seeds}
-    options |= {key: value for key, value in asked.items() if value}
+    requested = {"time": args.time, "partition": args.partition, "array": args.seeds}
+    options |= {key: value for key, value in requested.items() if value}
     limit = _seconds(args.time) if args.time else 0
+    # USR1 goes to the job's processes so many seconds before the time limit, and makes the run save.
     options["signal"] = f"USR1@{min(_SIGNAL_SECONDS, limit // 5) if limit else _SIGNAL_SECONDS}"
     options["requeue"] = ""
     options["open-mode"] = "append"
@@ -294,8 +312,8 @@ def _fill(
     } | holes
     missing = [name for name in dict.fromkeys(_HOLE.findall(text)) if name not in holes]
     if missing:
-        shown = ", ".join(f"@{{{name}}}" for name in missing)
-        raise ConfigError(f"--slurm {args.slurm}: no value for {shown}; add --set {missing[0]}=VALUE")
+        names = ", ".join(f"@{{{name}}}" for name in missing)
+        raise ConfigError(f"--slurm {args.slurm}: no value for {names}; add --set {missing[0]}=VALUE")
     return _HOLE.sub(lambda hole: holes[hole[1]], text)
 
 
@@ -360,16 +378,17 @@ def _submit_chain(script: Path, count: int) -> list[str]:
     jobs: list[str] = []
     for _ in range(count):
         after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        asked = ["sbatch", "--parsable", *after, str(script)]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        if done.returncode:
+        command = ["sbatch", "--parsable", *after, str(script)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        # Cancel the first jobs of a chain that cannot be completed.
+        if result.returncode:
             if jobs:
                 subprocess.run(["scancel", *jobs], check=False)
             words = []
-            for line in done.stderr.splitlines():
+            for line in result.stderr.splitlines():
                 words.append(line.removeprefix("sbatch: ").removeprefix("error: "))
             raise ConfigError(f"sbatch refused the job: {'; '.join(filter(None, words)) or 'it gave no reason'}")
-        jobs.append(done.stdout.strip().partition(";")[0])
+        jobs.append(result.stdout.strip().partition(";")[0])
     return jobs
 
 
@@ -409,6 +428,7 @@ def record_end() -> Iterator[None]:
     finally:
         try:
             file.write_text(f"{order} {time.time():.3f} {line}\n", encoding="utf-8")
-        except OSError:  # a full disk: no record is better than an empty one, which names a lost node
+        except OSError:
+            # A full disk. No record is better than an empty one, which would name a lost node.
             with contextlib.suppress(OSError):
                 file.unlink()

@@ -1,4 +1,4 @@
-"""Keep the standard error of each rank in a file of its own, and show it as the launcher's too.
+"""Keep each rank's standard error in a file, and show it too.
 
     output = RankStderr("DIR", folder)    # DIR/rank-00003.err, then rank-00003.2.err, ... of later starts
     path = output.open("3")                 # for a process's stderr; "" if the file cannot be created
@@ -19,7 +19,8 @@ from lockstep.errors import ConfigError
 
 __all__ = ["RankStderr"]
 
-_ENOUGH = 1 << 20  # bytes of a file shown at a time
+# Bytes of a file shown at a time.
+_ENOUGH = 1 << 20
 
 
 class RankStderr(DefaultLogsSpecs):
@@ -45,14 +46,19 @@ class RankStderr(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return torch's destinations, with our files for stderr."""
-        self.close()  # of the processes before a restart
+        # Close the files of the processes before a restart.
+        self.close()
         places: LogsDest = super().reify(envs)
         for local, environment in envs.items():
             places.stderrs[local] = self.open(environment["RANK"])
         return places
 
     def open(self, rank: str) -> str:
-        """Create the next file of a rank, and show it from now on; return its path, or "" if there is none."""
+        """Create the next file of a rank, and show it from now on.
+
+        Returns:
+            Its path, or "" if it cannot be created.
+        """
         if self._folder is None:
             return ""
         stem = f"rank-{int(rank):05d}"
@@ -60,7 +66,8 @@ class RankStderr(DefaultLogsSpecs):
         while True:
             path = self._folder / (f"{stem}.err" if number == 1 else f"{stem}.{number}.err")
             try:
-                with open(path, "xb"):  # another node may have had this rank
+                # Another node may have had this rank, in the same folder.
+                with open(path, "xb"):
                     break
             except FileExistsError:
                 number += 1
@@ -83,7 +90,7 @@ class RankStderr(DefaultLogsSpecs):
 
 
 def _write(text: bytes) -> None:
-    # A closed terminal must not end the run
+    # A closed terminal must not end the run.
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         sys.stderr.buffer.write(text)
@@ -95,16 +102,17 @@ class _Reader:
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
-        # As in the log
+        # Rank 0's lines have no label, as in the log.
         self._label = f"{rank_label(rank)}: ".encode() if rank else b""
         self._rest = b""
 
     def show(self, *, is_last: bool = False) -> None:
         new = b""
-        # The storage does not answer; the file has it all the same
+        # The storage may not answer. The file keeps the text, so only the display is late.
         with contextlib.suppress(OSError):
             new = self._file.read(_ENOUGH) or b""
         *lines, self._rest = (self._rest + new).split(b"\n")
+        # Keep a partial line until its end arrives, unless it is the last or very long.
         if self._rest and (is_last or len(self._rest) > _ENOUGH):
             lines = [*lines, self._rest]
             self._rest = b""

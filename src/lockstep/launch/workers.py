@@ -37,18 +37,25 @@ __all__ = [
 ]
 
 
-_MODULE = ("-m", "lockstep")  # the start of a command that can be forked
-_LATER = ("lockstep.training.named_task",)  # modules that a run loads on demand
+# The start of a command that can be forked.
+_MODULE = ("-m", "lockstep")
+# Modules that a run loads on demand.
+_LATER = ("lockstep.training.named_task",)
+# Single bytes: the preloaded process is ready, and the forked one may begin.
 _READY = b"r"
 _BEGIN = b"b"
-_LENGTH = 8  # bytes of a request's length
+# Bytes of a request's length.
+_LENGTH = 8
 _BLAS = "OPENBLAS_NUM_THREADS"
-_ANSWER = 2.0  # seconds for a fork
-_PID = 32  # bytes, enough for any pid
-# of linux/prctl.h
+# Seconds for a fork.
+_ANSWER = 2.0
+# Bytes, enough for any process id.
+_PID = 32
+# Numbers of linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_NAME = 15  # bytes of a name
+# Bytes of a process's name, the kernel's limit.
+_NAME = 15
 
 
 class ForkedProcess:
@@ -104,7 +111,7 @@ class Preloaded:
     def __init__(self) -> None:
         self._socket, child_end = socket.socketpair()
         command = [sys.executable, "-m", "lockstep.launch.workers", str(child_end.fileno())]
-        # OpenBLAS starts its threads when numpy is loaded
+        # OpenBLAS starts its threads when numpy is loaded, and a process with threads cannot be forked safely.
         environment = os.environ | {_BLAS: "1"}
         self.process = subprocess.Popen(command, pass_fds=[child_end.fileno()], env=environment, start_new_session=True)
         child_end.close()
@@ -144,10 +151,11 @@ class Preloaded:
             try:
                 pid = own_end.recv(_PID)
             except OSError:
+                # The preloaded process is gone, or too slow.
                 pid = b""
             if not pid:
                 return None
-            # It has ended already; its exit code will show that
+            # The new process may have ended already; its exit code will show that.
             with contextlib.suppress(OSError):
                 own_end.sendall(_BEGIN)
             return ForkedProcess(int(pid))
@@ -159,7 +167,8 @@ class Preloaded:
         try:
             socket.send_fds(self._socket, [len(text).to_bytes(_LENGTH, "big")], [answers])
             self._socket.sendall(text)
-        except OSError:  # the rest of a truncated request would be read as the next one
+        except OSError:
+            # The rest of a truncated request would be read as the next one, so end the process.
             self.end()
             return False
         return True
@@ -181,16 +190,17 @@ def _serve(own: socket.socket) -> list[str]:
     Raises:
         ConnectionError: the launcher is gone.
     """
-    # When the launcher dies; forks do not inherit it
+    # The kernel ends this process when the launcher dies. Forks do not inherit that.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     importlib.import_module("lockstep.commands.train").import_training()
     for module in _LATER:
         importlib.import_module(module)
     for number in STOP_SIGNALS:
-        # A terminal sends them to all; the launcher ends this process
+        # A terminal sends signals to all its processes; the launcher ends this one itself.
         signal.signal(number, signal.SIG_IGN)
+    # A fork copies one thread only: locks that other threads hold would stay locked.
     if len(os.listdir("/proc/self/task")) > 1:
-        return []  # a fork would not be safe
+        return []
     own.sendall(_READY)
     while True:
         head, descriptors, _, _ = socket.recv_fds(own, _LENGTH, 1, socket.MSG_WAITALL)
@@ -202,25 +212,32 @@ def _serve(own: socket.socket) -> list[str]:
             return []
         request: dict[str, Any] = json.loads(text)
         with socket.socket(fileno=descriptors[0]) as launcher:
+            # Fork twice: the new process becomes an orphan, which the launcher adopts as its own child.
             middle = os.fork()
             if middle:
                 os.waitpid(middle, 0)
                 continue
             middle = os.getpid()
             if os.fork():
-                os._exit(0)  # makes the new process an orphan
+                # Makes the new process an orphan.
+                os._exit(0)
             own.close()
+            # Wait until the launcher has adopted this process, since it polls the process as its child.
             while os.getppid() == middle:
                 time.sleep(0.001)
             _reset_process(request["environment"], request["stderr"])
             launcher.sendall(str(os.getpid()).encode())
+            # The launcher may have given up in the meantime. Then this process ends without running anything.
             if launcher.recv(1) == _BEGIN:
                 return list(request["argv"])
             return []
 
 
 def _reset_process(environment: dict[str, str], stderr: str) -> None:
-    """Give a forked process the environment of a newly started one, and the file for its standard error."""
+    """Give a forked process the environment of a newly started one.
+
+    Its standard error goes to the file `stderr`, if one is given.
+    """
     if stderr:
         file = os.open(stderr, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 2)
@@ -228,7 +245,7 @@ def _reset_process(environment: dict[str, str], stderr: str) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
-    # Its command line stays that of this module
+    # The command line stays that of this module, so the name shows which rank it is.
     name = f"lockstep {environment.get('RANK', '')}".encode()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name[:_NAME])
     os.environ.clear()
@@ -238,20 +255,23 @@ def _reset_process(environment: dict[str, str], stderr: str) -> None:
         count = int(threads)
     else:
         count = len(os.sched_getaffinity(0))
+    # OpenBLAS was loaded with one thread.
     if count > 1:
         threadpoolctl.threadpool_limits(count, user_api="blas")
 
 
 if __name__ == "__main__":
     _argv = list[str]()
-    with contextlib.suppress(ConnectionError):  # the launcher was killed
+    # The launcher was killed.
+    with contextlib.suppress(ConnectionError):
         _argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _argv:
         sys.argv[1:] = _argv
         runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
 
 _PREFIX = "lockstep-launch-"
-_YOUNG = 60.0  # seconds; between creation and lock a folder has no visible owner
+# Seconds. Between creation and lock a folder has no visible owner.
+_YOUNG = 60.0
 
 
 def private_folder() -> Path:
@@ -259,11 +279,12 @@ def private_folder() -> Path:
 
     Also removes the folders of launchers that are gone.
     """
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
-    # No process started here inherits it
+    # The folder has the mode 0700.
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    # The lock lasts until this process ends: no process started here inherits the descriptor.
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
     for candidate in folder.parent.glob(f"{_PREFIX}*"):
-        # Another user's, or a living launcher's
+        # A folder of another user, or of a running launcher, cannot be removed.
         with contextlib.suppress(OSError):
             if candidate != folder and time.time() - candidate.lstat().st_mtime > _YOUNG:
                 _remove(candidate)
@@ -279,7 +300,7 @@ def life_pipe(folder: Path) -> Path:
     path = folder / "launcher"
     try:
         os.mkfifo(path, 0o600)
-        # No process started here inherits it; O_WRONLY would wait for a reader
+        # No process started here inherits the descriptor. O_WRONLY would wait for a reader.
         os.open(path, os.O_RDWR)
     except OSError as error:
         raise LockstepError(f"cannot create a named pipe in {folder}: {error}; set TMPDIR to a local folder") from error

@@ -62,13 +62,14 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._displays: list[Any] = []
-        # None: an expected record
+        # None stands for an expected record.
         self._waiting: deque[dict[str, Any] | None] = deque()
         self._reported: set[int] = set()
 
     def start(self, info: dict[str, Any]) -> None:
         """Start each sink, and drop those that fail."""
         self._sinks = [sink for sink in self._sinks if self._call_sink(sink, partial(sink.start, info))]
+        # Found once, since the check is slow and progress is shown at every step.
         self._displays = [sink for sink in self._sinks if isinstance(sink, Showing)]
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
@@ -81,7 +82,8 @@ class Sinks:
         for sink in self._displays:
             try:
                 sink.progress(step, evaluated)
-            except Exception as error:  # as in `_call_sink`, without its cost in every step
+            except Exception as error:
+                # Caught here, and not in `_call_sink`, to save a call in every step.
                 self._report(sink, error)
 
     def best(self, text: str) -> None:
@@ -112,9 +114,10 @@ class Sinks:
             self.log(record)
             return
         self._waiting[self._waiting.index(None)] = record
-        while self._waiting and (first := self._waiting[0]) is not None:
+        # A record that is still on a device holds back those after it, so that sinks get them in order.
+        while self._waiting and (oldest := self._waiting[0]) is not None:
             self._waiting.popleft()
-            self._write(first)
+            self._write(oldest)
 
     def flush(self) -> None:
         """Drop expected records, and write those queued behind them."""
@@ -137,7 +140,8 @@ class Sinks:
     def _call_sink(self, sink: Sink, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # any error of a third party's service; Ctrl-C passes
+        except Exception as error:
+            # A third party's service may raise anything. Ctrl-C passes.
             self._report(sink, error)
             return False
         return True

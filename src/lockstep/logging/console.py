@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 
-# Held while a timer draws, and during a fork: a loader process must not inherit a terminal's locks from a thread that
-# it does not have.
+# Held while a timer draws, and during a fork. Otherwise a loader process would inherit locks of the terminal from a
+# thread that does not exist in it, and wait for them forever.
 _TERMINAL_LOCK = threading.RLock()
 os.register_at_fork(
     before=_TERMINAL_LOCK.acquire, after_in_parent=_TERMINAL_LOCK.release, after_in_child=_TERMINAL_LOCK.release
@@ -67,7 +67,7 @@ class Ticker:
             self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        # The terminal is gone: the run continues without a bar
+        # The terminal is gone: the run continues without a bar.
         with contextlib.suppress(Exception):
             while not self._over.wait(self._seconds):
                 with _TERMINAL_LOCK:
@@ -82,9 +82,9 @@ class _Screen(Terminal):
     """
 
     def on_broken_pipe(self) -> None:
-        # The run continues; its records and its log are in its folder
+        # The run continues: its records and its log are in its folder.
         self.quiet = True
-        # Buffered output must not fail at exit
+        # Buffered output must not fail at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
@@ -95,7 +95,7 @@ def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
     Args:
         interactive: redraw in place; None: if the stream is a capable terminal.
     """
-    # Not rich's own detection: FORCE_COLOR, which CI services set, would put control sequences into a log.
+    # rich's own detection obeys FORCE_COLOR, which CI services set: it would put control sequences into a log.
     able = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     redraws = able if interactive is None else interactive
     return _Screen(
@@ -111,7 +111,8 @@ def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
 
 # --- texts
 
-_TASK_NUMBERS = 3  # number of the task's own numbers in a line
+# The most numbers of the task itself in a line.
+_TASK_NUMBERS = 3
 
 
 def count_text(count: float) -> str:
@@ -181,9 +182,10 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, seconds_left: flo
     if "evaluation/loss" in record:
         numbers = _evaluated(record, items)
         return "  ".join([*parts, "evaluation " + "  ".join(f"{name} {text}" for name, text in numbers)])
-    if "running_loss" not in record:  # the caller's own numbers, by any name
-        own = {name: value for name, value in record.items() if name != "global_step"}
-        return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in own.items())])
+    # A record with the caller's own numbers, which may have any name.
+    if "running_loss" not in record:
+        numbers_of_caller = {name: value for name, value in record.items() if name != "global_step"}
+        return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in numbers_of_caller.items())])
     epochs = _epochs(record)
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += _numbers_of(record, items)
@@ -206,7 +208,8 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         steps: the last step planned.
         items: name of the items, in the plural.
     """
-    memory = values.get("memory") or None  # 0: not measured
+    # 0 means that it was not measured.
+    memory = values.get("memory") or None
     evaluated = []
     for name, text in _evaluated(values, items):
         evaluated.append((name if name == "perplexity" else f"evaluation {name}", text))
@@ -237,11 +240,11 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
         if loss is not None:
             numbers.append((f"{prefix}loss", loss_text(loss)))
             numbers += [(f"{prefix}perplexity", f"{perplexity(loss):.4g}")] if items == "tokens" else []
-        own = []
+        names_in_set = []
         for name in record:
             if name.startswith(f"evaluation/{prefix}"):
-                own.append(name.removeprefix(f"evaluation/{prefix}"))
-        metrics = [name for name in own if name not in ("loss", "items")]
+                names_in_set.append(name.removeprefix(f"evaluation/{prefix}"))
+        metrics = [name for name in names_in_set if name not in ("loss", "items")]
         numbers += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
     return numbers
 
@@ -262,6 +265,7 @@ def _epochs(record: Mapping[str, Any]) -> float | None:
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), for a loss that is a mean over tokens in nats."""
+    # exp overflows above 709.
     if loss < 700:
         return math.exp(loss)
     if loss > 0:
@@ -271,11 +275,16 @@ def perplexity(loss: float) -> float:
 
 # --- sink
 
-_REDRAW = 0.2  # seconds between two drawings after a record
-_MOVE = 0.5  # the same without a new record
-_TICK = 1.0  # the same without any change: the clock goes on
-_PACE_RECORDS = 20  # records from which the time left is estimated
-_MAX_WIDTH = 100  # columns; a wider bar or curve adds no detail
+# Seconds between two drawings after a record.
+_REDRAW = 0.2
+# Seconds between two drawings without a new record.
+_MOVE = 0.5
+# Seconds between two drawings without any change, to move the clock.
+_TICK = 1.0
+# Records from which the remaining time is estimated.
+_PACE_RECORDS = 20
+# Columns. A wider bar or curve adds no detail.
+_MAX_WIDTH = 100
 
 
 class Console:
@@ -303,12 +312,14 @@ class Console:
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
         self._activity: list[str] = []
-        self._latest: dict[str, Any] = {}  # latest value by name
+        # The latest value of each name.
+        self._latest: dict[str, Any] = {}
         self._losses: list[tuple[float, float]] = []
         self._recent: deque[tuple[int, float]] = deque([(start, time.monotonic())], _PACE_RECORDS)
         for record in earlier:
             self._remember(record)
-        self._latest.pop("memory", None)  # the peak is per process
+        # The peak belongs to a process, so it does not carry over to this one.
+        self._latest.pop("memory", None)
 
     def start(self, info: dict[str, Any]) -> None:
         """Show an empty bar, on a terminal. `info` is in the log."""
@@ -325,7 +336,7 @@ class Console:
             self._step = int(record["global_step"])
             self._recent.append((self._step, time.monotonic()))
         if self._bar is None:
-            # Without the task's own names there is no text from outside in it, and masking takes a quarter of a record.
+            # Such a line has only lockstep's own text. Masking it would take a quarter of a record's time.
             is_own = "running_loss" in record and "evaluation/loss" not in record and not _task_names(record)
             self._page.line(line_of(record, self._steps, self._items, self._time_left()), is_own=is_own)
         elif self._bar.is_due():
@@ -343,6 +354,7 @@ class Console:
 
     def best(self, text: str) -> None:
         """Show the best evaluation so far in the bar."""
+        # A new dict, since the timer's thread may read the old one now.
         self._latest = {**self._latest, "best": text or None}
 
     def close(self, summary: dict[str, Any] | None) -> None:
@@ -371,20 +383,21 @@ class Console:
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         peak = max(self._latest.get("memory") or 0, record.get("memory") or 0)
-        # new, for the timer
+        # A new dict, since the timer's thread may read the old one now.
         self._latest = {**self._latest, **record, **({"memory": peak} if peak else {})}
         if "running_loss" in record:
             self._losses.append((float(record["global_step"]), float(record["running_loss"])))
 
     def _time_left(self) -> float | None:
         """Return the seconds until the last step at the recent pace; None if unknown."""
-        first, since = self._recent[0]
-        last, until = self._recent[-1]
-        if first == last:  # no record yet
-            last = self._step
+        first_step, since = self._recent[0]
+        last_step, until = self._recent[-1]
+        # No record has arrived yet, so use the progress.
+        if first_step == last_step:
+            last_step = self._step
             until = time.monotonic()
-        if last > first:
-            return (until - since) / (last - first) * (self._steps - self._step)
+        if last_step > first_step:
+            return (until - since) / (last_step - first_step) * (self._steps - self._step)
         return None
 
     def _tick(self) -> None:
@@ -400,7 +413,7 @@ class Console:
 
     def _table(self, summary: Mapping[str, Any]) -> None:
         if "epoch" in summary:
-            # Belongs to the last record's epoch, not the summary's
+            # The epoch's progress belongs to the last record, and the summary counts whole epochs.
             self._latest.pop("epoch_progress", None)
         rows = summary_rows({**self._latest, **summary}, self._steps, self._items)
         margin = max((len(name) for name, _ in rows), default=0)
@@ -468,7 +481,10 @@ class _Page:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        """Write a line into a file or a pipe, where rich would add nothing to it and takes ten times as long."""
+        """Write a line into a file or a pipe, without rich.
+
+        rich would add nothing and take ten times as long.
+        """
         file = self.terminal.file
         encoding = self.terminal.encoding
         if not self.unicode:
@@ -501,13 +517,14 @@ class _Bar:
         self._since = time.monotonic()
         self._width = min(terminal.width, _MAX_WIDTH)
         self._encoding = terminal.encoding
-        # rich's ellipsis is one character of Unicode, whatever the terminal's encoding.
+        # rich's ellipsis is a Unicode character, whatever the terminal's encoding is.
         self._overflow: OverflowMethod = "ellipsis" if "utf" in terminal.encoding.lower() else "crop"
         self._live = Live(
             console=terminal,
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),  # `2> errors.txt` still gets its lines
+            # `2> errors.txt` still gets its lines.
+            redirect_stderr=sys.stderr.isatty(),
         )
         self._drawn = -math.inf
         atexit.register(self.stop)
@@ -520,12 +537,14 @@ class _Bar:
     def draw(self, step: int, steps: int, seconds_left: float | None, numbers: list[str]) -> None:
         before = f"step {step}/{steps} "
         after = f" {step / max(steps, 1):4.0%}  " + (f"{duration_text(seconds_left)} left" if seconds_left else "")
+        # Reserve the space of the longest text, so that the bar's width does not change.
         room = max(self._width - len(before) - max(len(after), len(" 100%  0:00:00 left")), 4)
         bar = Table.grid()
         bar.add_row(Text(before, "bold"), ProgressBar(max(steps, 1), step, width=room), Text(after))
         both = Table.grid()
         both.add_row(bar)
         parts = [duration_text(time.monotonic() - self._since), *(numbers or ["starting"])]
+        # Escape what the terminal's encoding lacks: an error here would end the timer.
         line = printable("  ".join(parts)).encode(self._encoding, "backslashreplace").decode(self._encoding)
         both.add_row(Text(line, "cyan", overflow=self._overflow, no_wrap=True))
         self._live.update(both, refresh=True)
@@ -539,7 +558,8 @@ class _Bar:
 
 # --- bar for other work
 
-_WAIT_TICK = 0.25  # seconds between two drawings
+# Seconds between two drawings.
+_WAIT_TICK = 0.25
 
 
 @contextlib.contextmanager

@@ -49,7 +49,8 @@ class CsvFile:
         if self._path.exists():
             self._rewrite(names, [row for row in rows if self._keeps(dict(zip(names, row, strict=True)))])
         self._names = names
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        # `close` closes it. Unbuffered, so that a kill loses no complete row.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
 
     def log(self, record: dict[str, Any]) -> None:
         """Append the record; a new name rewrites the file with one more column.
@@ -62,10 +63,12 @@ class CsvFile:
         assert self._file, "`start` comes first"
         names = [*self._names, *(name for name in record if name not in self._names)]
         row = [_cell(record.get(name)) for name in names]
+        # A new name: write the file again, with an empty cell for it in the earlier rows.
         if names != self._names:
             self._file.close()
             old_names, rows = _read(self._path)
-            self._rewrite(names, [*(each + [""] * (len(names) - len(old_names)) for each in rows), row])
+            self._rewrite(names, [*(old_row + [""] * (len(names) - len(old_names)) for old_row in rows), row])
+            # `close` closes it.
             self._file, self._names = open(self._path, "ab", buffering=0), names  # noqa: SIM115
             return
         end = os.fstat(self._file.fileno()).st_size
@@ -73,7 +76,8 @@ class CsvFile:
         try:
             while data:
                 data = data[self._file.write(data) or 0 :]
-        except OSError:  # a full disk, perhaps in the middle of a row
+        except OSError:
+            # The disk is full, perhaps in the middle of a row.
             os.ftruncate(self._file.fileno(), end)
             raise
 
@@ -85,6 +89,7 @@ class CsvFile:
 
     def _keeps(self, row: dict[str, str]) -> bool:
         step = row.get("global_step", "")
+        # A row without a step cannot be placed before or after the resume.
         if not step.isdecimal():
             return False
         is_evaluation = any(value for name, value in row.items() if name.startswith("evaluation/"))
@@ -114,6 +119,7 @@ def _read(path: Path) -> tuple[list[str], list[list[str]]]:
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace")
-    whole = text[: text.rfind("\n") + 1]  # a kill may leave half a row
+    # A kill may leave half a row.
+    whole = text[: text.rfind("\n") + 1]
     names, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [[]]
     return names, [row for row in rows if len(row) == len(names)]

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps makes an encoder for each call
+# Made once, because json.dumps makes an encoder for each call.
+_encode = json.JSONEncoder(allow_nan=False).encode
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -44,14 +45,15 @@ class JsonLines:
         evaluated: False also removes the record of that step's evaluation, which will run again.
 
     Raises:
-        OSError: the file cannot be read or written. Any error of a later write comes from `log`.
+        OSError: the file cannot be read or written. `log` raises the errors of later writes.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, evaluated: bool = True) -> None:
         if path.exists():
             _trim(path, resume_step, evaluated)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        # bytes of complete lines
+        # `close` closes it. Unbuffered, so that a kill loses no complete line.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        # Bytes of complete lines.
         self._end = os.fstat(self._file.fileno()).st_size
         self._incomplete = False
 
@@ -66,11 +68,13 @@ class JsonLines:
         line = _encode({name: plain(value) for name, value in record.items()}).encode() + b"\n"
         self._drop_incomplete_line()
         end = self._end + len(line)
+        # Until the write is complete, the next call removes what a failed one has left.
         self._incomplete = True
         try:
             while line:
                 line = line[self._file.write(line) or 0 :]
-        except OSError:  # a full disk, perhaps in the middle of a line
+        except OSError:
+            # The disk is full, perhaps in the middle of a line.
             with contextlib.suppress(OSError):
                 self._drop_incomplete_line()
             raise
@@ -112,6 +116,7 @@ def tail(path: Path, most: int = 1 << 18) -> list[dict[str, Any]]:
         return []
     with open(path, "rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - most)
+        # The window begins in the middle of a line, which is dropped below.
         file.seek(start)
         lines = file.read(most).splitlines()
     return _records(lines[1:] if start else lines)
@@ -126,6 +131,7 @@ def each(path: Path, having: str) -> Iterator[dict[str, Any]]:
     needle = json.dumps(having).encode()
     with open(path, "rb") as lines:
         for line in lines:
+            # A search in the bytes is much faster than parsing each line of a large file.
             if needle in line:
                 yield from (record for record in _records([line]) if having in record)
 
@@ -148,7 +154,7 @@ def plain(value: Any) -> Any:
         return str(float(value))
     if value is None or isinstance(value, bool | int):
         return value
-    # A numpy or torch number; anything else is the caller's mistake
+    # The value is a numpy or torch number. Reading one on a device waits for the device.
     return plain(value.item())
 
 
@@ -161,7 +167,8 @@ def _number(value: Any) -> Any:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # cut short, or not UTF-8
+    except (ValueError, RecursionError):
+        # The line is cut short, or not UTF-8.
         return None
     if isinstance(record, dict):
         return record
@@ -173,6 +180,7 @@ def _keeps(line: bytes, last_step: int | None, evaluated: bool) -> bool:
     if record is None:
         return False
     step = record.get("global_step")
+    # The evaluation of the resumed step runs again, so its record would appear twice.
     if not evaluated and step == last_step and "evaluation/loss" in record:
         return False
     return last_step is None or not isinstance(step, int | float) or step <= last_step

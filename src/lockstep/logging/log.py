@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 
-_MESSAGE = "lockstep_message"  # attribute of a record
+# Attribute of a log record with its final text.
+_MESSAGE = "lockstep_message"
 
 
 def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
@@ -48,7 +49,7 @@ def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
     if stderr:
         logger.addHandler(_Stderr(rank))
     logger.setLevel(logging.INFO)
-    # A root handler would show each line again, unmasked
+    # A handler of the root logger would show each line again, unmasked.
     logger.propagate = False
     return logger
 
@@ -67,10 +68,11 @@ def close_log() -> None:
 
 def _message_of(record: logging.LogRecord) -> str:
     """Return the message, masked and printable; made once for all handlers."""
-    known = vars(record).get(_MESSAGE)
-    if known is None:
-        known = vars(record)[_MESSAGE] = printable(mask(name_settings(record.getMessage())))
-    return str(known)
+    # Masking is slow, so the text is stored in the record for the next handler.
+    text = vars(record).get(_MESSAGE)
+    if text is None:
+        text = vars(record)[_MESSAGE] = printable(mask(name_settings(record.getMessage())))
+    return str(text)
 
 
 class _FileLines(logging.Formatter):
@@ -121,7 +123,8 @@ class _File(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # a full disk may still refuse lines
+        except OSError as error:
+            # A full disk may still refuse lines that are buffered.
             self._report(error)
 
     def _report(self, error: BaseException | None) -> None:
@@ -141,7 +144,8 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # a closed terminal, or a message that does not format
+        except Exception:
+            # The terminal is closed, or the message cannot be formatted.
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

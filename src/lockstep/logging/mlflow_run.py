@@ -24,12 +24,14 @@ __all__ = [
     "MLflow",
 ]
 
-_FINISH_TIMEOUT = 120.0  # seconds to wait for the server at the end of a run
-_RUN_TAG = "lockstep.run"  # by which a resumed run finds its MLflow run
+# Seconds to wait for the server at the end of a run.
+_FINISH_TIMEOUT = 120.0
+# Tag by which a resumed run finds its MLflow run.
+_RUN_TAG = "lockstep.run"
 _RUN_VARIABLE = "MLFLOW_RUN_ID"
 _EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_ID"
 _IDS = (_RUN_VARIABLE, _EXPERIMENT_VARIABLE)
-# of a batch, and of a value; what every server takes
+# Parameters in a batch, and characters in a value: limits that every server accepts.
 _MOST_PARAMS = 100
 _MOST_CHARACTERS = 500
 
@@ -52,7 +54,7 @@ class MLflow:
         self._experiment = experiment
         self._run_id = run_id
         self._artifacts = (folder / "mlflow").absolute().as_uri()
-        # records, then a status
+        # Records, then a status.
         self._queue: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -63,15 +65,17 @@ class MLflow:
         Raises:
             ImportError: the package is missing.
         """
-        # Imported here, since loader processes may fork while the thread works. The active run is this thread's alone.
+        # Imported here, since loader processes may fork while the thread works. MLflow keeps the active run per thread,
+        # so it is read here too.
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        api: Any = mlflow  # which has no types for all of it
+        # The package's stubs are incomplete.
+        api: Any = mlflow
         active = api.active_run()
-        # An id names a run or an experiment of MLflow's own store; `mlflow.set_experiment` puts its id there.
+        # An id belongs to a run or an experiment of MLflow's own store. `mlflow.set_experiment` sets it.
         is_named = active or api.is_tracking_uri_set() or any(map(os.environ.get, _IDS))
         uri = mlflow.get_tracking_uri() if is_named else self._local_uri
         client = mlflow.MlflowClient(tracking_uri=uri)
@@ -90,7 +94,9 @@ class MLflow:
         self._raise_error()
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """End an own run: as failed without a summary, as killed if steps are left. Waits two minutes at most.
+        """End the run, unless it is the program's. Waits two minutes at most.
+
+        The run counts as failed without a summary, and as killed if steps are left.
 
         Raises:
             TimeoutError: the server did not take all records in time.
@@ -115,13 +121,15 @@ class MLflow:
         try:
             run = target.active or self._open(target)
             _log_params(client, run, info)
-        except Exception as error:  # any error of a third party's service
+        except Exception as error:
+            # A third party's service may raise anything. `log` or `close` raises it in the main thread.
             self._error = error
             return
         while not isinstance(item := self._queue.get(), str):
             try:
                 client.log_batch(run, metrics=_metrics(item))
-            except Exception as error:  # the next record may get through
+            except Exception as error:
+                # The server may accept the next record, so the thread continues.
                 self._error = error
         try:
             if not target.active:
@@ -135,21 +143,22 @@ class MLflow:
         run = os.environ.get(_RUN_VARIABLE, "")
         if not run:
             experiment = self._find_experiment(target)
-            chosen = f"tags.`{_RUN_TAG}` = '{self._run_id}'"
-            found = client.search_runs([experiment], chosen, max_results=1)
-            if not found:
+            query = f"tags.`{_RUN_TAG}` = '{self._run_id}'"
+            runs = client.search_runs([experiment], query, max_results=1)
+            if not runs:
                 return str(client.create_run(experiment, run_name=self._experiment, tags=target.tags).info.run_id)
-            run = str(found[0].info.run_id)
+            run = str(runs[0].info.run_id)
         client.update_run(run, status="RUNNING")
         return run
 
     def _find_experiment(self, target: "_Target") -> str:
-        """Return the id of the experiment, which is made if there is none of its name."""
+        """Return the id of the experiment; create it if none has its name."""
         if experiment := os.environ.get(_EXPERIMENT_VARIABLE):
             return experiment
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lockstep"
-        if found := target.client.get_experiment_by_name(name):
-            return str(found.experiment_id)
+        if existing := target.client.get_experiment_by_name(name):
+            return str(existing.experiment_id)
+        # A local store keeps its artifacts in the run's folder too, not in the current one.
         if target.is_local:
             options = {"artifact_location": self._artifacts}
         else:
@@ -176,24 +185,24 @@ class _Target(NamedTuple):
 def _log_params(client: Any, run: str, info: dict[str, Any]) -> None:
     """Log the parameters that the run lacks: MLflow refuses to change one."""
     data = client.get_run(run).data
-    # The program's own parameters have the plain names
+    # In the program's own run, plain names may belong to the program's parameters.
     prefix = "" if _RUN_TAG in data.tags else "lockstep."
-    params = [each for each in _params(info, prefix) if each.key not in data.params]
+    params = [param for param in _params(info, prefix) if param.key not in data.params]
     for at in range(0, len(params), _MOST_PARAMS):
         client.log_batch(run, params=params[at : at + _MOST_PARAMS])
 
 
 def _name(name: str) -> str:
-    """Replace the characters that MLflow takes in no name."""
+    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _metrics(record: dict[str, Any]) -> list[Any]:
     from mlflow.entities import Metric
 
-    now = time.time_ns() // 1_000_000
+    time_ms = time.time_ns() // 1_000_000
     step = int(record["global_step"])
-    return [Metric(_name(name), float(value), now, step) for name, value in record.items() if name != "global_step"]
+    return [Metric(_name(name), float(value), time_ms, step) for name, value in record.items() if name != "global_step"]
 
 
 def _params(info: dict[str, Any], prefix: str = "") -> list[Any]:

@@ -88,13 +88,13 @@ def curve(
     lines = []
     for row, text in enumerate(rows):
         lines.append(f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip())
-    first = label(finite[0][0])
-    last = label(finite[-1][0])
-    gap = columns - len(first) - len(last)
+    first_label = label(finite[0][0])
+    last_label = label(finite[-1][0])
+    gap = columns - len(first_label) - len(last_label)
     if len(finite) > 1 and gap > 0:
-        axis = first + " " * gap + last
+        axis = first_label + " " * gap + last_label
     else:
-        axis = first
+        axis = first_label
     return [*lines, " " * (margin + 1) + corner + line * columns, " " * (margin + 2) + axis]
 
 
@@ -103,7 +103,8 @@ def _range(values: list[float]) -> tuple[float, float]:
     high = max(values)
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
-    pad = abs(high) * 0.1 or 1.0  # a flat line runs through the middle
+    # A flat line runs through the middle.
+    pad = abs(high) * 0.1 or 1.0
     return low - pad, high + pad
 
 
@@ -116,14 +117,16 @@ def _pixels(points: list[Point], span: Point, width: int, height: int) -> set[tu
     last_x, _ = points[-1]
     low, high = span
     columns: dict[int, list[float]] = {}
+    # Several points may share a column: draw their mean.
     for x, y in points:
         columns.setdefault(round((x - first_x) / ((last_x - first_x) or 1) * (width - 1)), []).append(y)
     heights = [(x, (sum(ys) / len(ys) - low) / (high - low) * (height - 1)) for x, ys in sorted(columns.items())]
     lit: set[tuple[int, int]] = set()
+    # Join neighbouring columns, so that a steep curve has no gaps.
     for (x0, y0), (x1, y1) in zip(heights, heights[1:] or heights, strict=False):
         count = max(abs(x1 - x0), math.ceil(abs(y1 - y0)), 1)
-        for part in range(count + 1):
-            share = part / count
+        for step in range(count + 1):
+            share = step / count
             lit.add((round(x0 + (x1 - x0) * share), height - 1 - round(y0 + (y1 - y0) * share)))
     return lit
 

@@ -1,4 +1,4 @@
-"""Sinks that flags switch on: `--csv`, `--tensorboard`, `--wandb`, `--mlflow`, or several.
+"""Build the sinks that flags switch on: `--csv`, `--tensorboard`, `--wandb`, `--mlflow`, or several.
 
 check(config)                                       # before anything is written
 sinks = remote_sinks(config, folder, start=500, run_id="3f2a")
@@ -51,7 +51,7 @@ class TensorBoard:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        # 0 purges all, for a run that starts over
+        # 0 hides all earlier events, for a run that starts over.
         purge = self._resume_step + 1 if self._resume_step else 0
         self._writer = SummaryWriter(self._folder, purge_step=purge)
         text = mask(json.dumps(info, indent=1, default=str))
@@ -70,7 +70,7 @@ class TensorBoard:
             self._writer.close()
 
 
-# seconds to wait for the service at the start and the end of a run
+# Seconds to wait for the service at the start and the end of a run.
 _START_TIMEOUT = 60.0
 _FINISH_TIMEOUT = 120.0
 
@@ -81,7 +81,7 @@ class WandB:
 
     A run that the program has begun gets the records, and is left to the program. An own one has the experiment's name,
     and its id is the run's: a resume on any machine continues its curves. What the environment sets (WANDB_RUN_ID of a
-    sweep's agent, WANDB_NAME) goes before. W&B accepts each step once, so it drops records of steps that an own run has
+    already. The numbers would be the same.
     already; their numbers are the same.
 
     Args:
@@ -93,9 +93,8 @@ class WandB:
     """
 
     def __init__(self, folder: Path, experiment: str, run_id: str, *, project: str = "", resume_step: int = 0) -> None:
-        self._options: dict[
-            str, Any
-        ] = {  # W&B itself reads the environment once in a process, but an agent sets it for each run
+        # W&B reads the environment once in a process, but a sweep's agent sets it for each run.
+        self._options: dict[str, Any] = {
             "project": project or os.environ.get("WANDB_PROJECT") or "lockstep",
             "dir": os.environ.get("WANDB_DIR") or str(folder),
             "name": os.environ.get("WANDB_NAME") or experiment,
@@ -104,8 +103,10 @@ class WandB:
         }
         self._run: Any = None
         self._is_own = True
-        self._known_steps = 0  # of an own run before this start
-        self._names = {"global_step"}  # of records so far, in the program's run
+        # Steps of lockstep's own W&B run before this start.
+        self._known_steps = 0
+        # Names of the records so far, in the program's run.
+        self._names = {"global_step"}
 
     def start(self, info: dict[str, Any]) -> None:
         """Start or resume the run, with the program's code and `info` as its configuration.
@@ -123,7 +124,7 @@ class WandB:
         if self._run is not None:
             self._run.config.update({"lockstep": info}, allow_val_change=True)
             return
-        # W&B's own metadata has the unmasked command line, and the console output may have secrets: neither is sent.
+        # W&B's own metadata has the unmasked command line, and the console output may have secrets, so neither is sent.
         # The run's arguments are in `info`, masked.
         settings = wandb.Settings(
             x_disable_meta=True, console="off", silent=True, init_timeout=_START_TIMEOUT, finish_timeout=_FINISH_TIMEOUT
@@ -136,9 +137,10 @@ class WandB:
         masked = {name: mask(value) if isinstance(value, str) else value for name, value in record.items()}
         for name in () if self._is_own else sorted(masked.keys() - self._names):
             self._names.add(name)
+            # W&B takes a name with an asterisk as a pattern.
             if "*" not in name:
                 self._run.define_metric(name, step_metric="global_step")
-        # W&B drops a step below its own, which the program may have raised by what it logged.
+        # W&B drops a record below its own step, and the program's own logging may have raised that step.
         step = int(record["global_step"])
         is_behind = step >= self._known_steps and self._run.step > step
         self._run.log(masked, **({} if is_behind else {"step": step}))
@@ -165,18 +167,18 @@ def remote_sinks(config: Config, folder: Path, start: int, run_id: str, *, evalu
         run_id: see `RunState`.
         evaluated: False if the evaluation of step `start` will run again.
     """
-    chosen: list[Sink] = []
+    sinks: list[Sink] = []
     if config.csv:
-        chosen.append(CsvFile(folder / "metrics.csv", start, evaluated))
+        sinks.append(CsvFile(folder / "metrics.csv", start, evaluated))
     if config.tensorboard:
-        chosen.append(TensorBoard(folder / "tensorboard", start))
+        sinks.append(TensorBoard(folder / "tensorboard", start))
     if config.wandb:
         name = config.experiment_name
         project = config.wandb_project
-        chosen.append(WandB(folder, name, run_id, project=project, resume_step=start))
+        sinks.append(WandB(folder, name, run_id, project=project, resume_step=start))
     if config.mlflow:
-        chosen.append(MLflow(folder, config.experiment_name, run_id))
-    return chosen
+        sinks.append(MLflow(folder, config.experiment_name, run_id))
+    return sinks
 
 
 def masked(values: dict[str, Any]) -> dict[str, Any]:

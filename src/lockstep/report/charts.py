@@ -21,8 +21,10 @@ __all__ = [
 
 
 COLOURS = 8
-_SIDE = 1000  # size of the drawing, in its own units
-_DECADES = 3.0  # powers of ten above which the axis is logarithmic
+# Width and height of the drawing, in its own units.
+_SIDE = 1000
+# Powers of ten above which the axis is logarithmic.
+_DECADES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def plot(series: Sequence[Series], title: str, text: str = "", *, sizes: bool = 
         text: the description for screen readers.
         sizes: the values are bytes: the axis begins at 0 and has binary units.
     """
-    spans = [span for each in series for span in each.spans]
+    spans = [span for line in series for span in line.spans]
     if not spans:
         return None
     low = min(span.low for span in spans)
@@ -83,7 +85,7 @@ def plot(series: Sequence[Series], title: str, text: str = "", *, sizes: bool = 
         first_step, last_step, *((math.log10(marks[0]), math.log10(marks[-1])) if log else (marks[0], marks[-1])), log
     )
     lines = "".join(f'<path class="grid" d="M0 {scale.y(mark)}H{_SIDE}"/>' for mark in marks)
-    paths = "".join(_draw_series(each, scale) for each in series)
+    paths = "".join(_draw_series(line, scale) for line in series)
     svg = (
         f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title><desc>{escape(text)}</desc>{lines}{paths}</svg>"
@@ -110,8 +112,9 @@ class _Scale:
 
     def y(self, value: float) -> int:
         """Return the distance from the top."""
-        place = math.log10(value) if self.log else value
-        return round(_SIDE * (1 - (place / 2 - self.low / 2) / ((self.high / 2 - self.low / 2) or 1)))
+        height = math.log10(value) if self.log else value
+        # Halves, since the difference of two huge values may overflow.
+        return round(_SIDE * (1 - (height / 2 - self.low / 2) / ((self.high / 2 - self.low / 2) or 1)))
 
 
 def _draw_series(series: Series, scale: _Scale) -> str:
@@ -121,7 +124,7 @@ def _draw_series(series: Series, scale: _Scale) -> str:
     points = [(scale.x(span.step), scale.y(_clamped_mean(span))) for span in series.spans]
     line = "M" + "L".join(f"{x} {y}" for x, y in points)
     paths = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
-    # A line of zero length with round caps stays round at any scale
+    # A line of zero length with round caps stays round at any scale, unlike a circle.
     if series.dots or len(points) == 1:
         marks = "".join(f"M{x} {y}h0" for x, y in points)
         paths += f'<path class="dot {colour}" d="{marks}"/>'
@@ -135,7 +138,7 @@ def _draw_series(series: Series, scale: _Scale) -> str:
 
 
 def _clamped_mean(span: CurveSpan) -> float:
-    """Return the mean, clamped to the range, since a sum of huge values may overflow."""
+    """Return the mean within the range, since a sum of huge values may overflow."""
     mean = span.mean
     if math.isfinite(mean):
         return min(max(mean, span.low), span.high)
@@ -163,34 +166,39 @@ def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
 
 
 def _round_marks(low: float, high: float) -> list[float]:
-    """Return three to six marks around the range: 1, 2 or 5 times a power of ten."""
+    """Return three to six marks around the range, on round numbers.
+
+    Marks are multiples of 1, 2 or 5 times a power of ten.
+    """
+    # Halves, since the difference of two huge values may overflow. A flat curve gets some room.
     if not high / 2 - low / 2 > 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low = low - pad
         high = high + pad
     rough = (high / 4 - low / 4) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    wide = next((power * each for each in (1, 2, 5) if power * each >= rough), power * 10)
-    first = math.floor(low / wide)
-    last = math.ceil(high / wide)
-    marks = [place * wide for place in range(int(first), int(last) + 1)]
+    wide = next((power * factor for factor in (1, 2, 5) if power * factor >= rough), power * 10)
+    first_index = math.floor(low / wide)
+    last_index = math.ceil(high / wide)
+    marks = [index * wide for index in range(int(first_index), int(last_index) + 1)]
     if all(map(math.isfinite, marks)):
         return marks
     return [low, high]
 
 
 def _byte_marks(high: float) -> list[float]:
-    """Return the marks from 0 up to `high` bytes: 1, 2 or 5 times a power of ten of a binary unit."""
+    """Return marks from 0 to `high` bytes, on round numbers of a binary unit."""
     unit = 1024.0 ** min(max(0, math.floor(math.log(high, 1000))) if high >= 1 else 0, 5)
     return [unit * mark for mark in _round_marks(0.0, high / unit)]
 
 
 def _decade_marks(low: float, high: float) -> list[float]:
     """Return at most six powers of ten around the range."""
-    first = math.floor(math.log10(low))
-    last = math.ceil(math.log10(high))
-    every = -(-(last - first) // 5)
-    marks = [10.0**place for place in range(first, last, every)] + [10.0 ** min(last, 308)]
+    first_power = math.floor(math.log10(low))
+    last_power = math.ceil(math.log10(high))
+    every = -(-(last_power - first_power) // 5)
+    # 1e308 is the largest power of ten of float64.
+    marks = [10.0**power for power in range(first_power, last_power, every)] + [10.0 ** min(last_power, 308)]
     if marks[-1] >= high:
         return marks
     return [*marks[:-1], high]
@@ -205,7 +213,8 @@ def _label(value: float) -> str:
     return f"{value:.3g}"
 
 
-_BYTES = "peak"  # the unit of a chart of bytes
+# Marks a chart of bytes, whose unit is shown in its labels.
+_BYTES = "peak"
 # (title, unit, curves drawn together: name -> label in the legend)
 _STANDARD_CHARTS = (
     ("Loss", "", {"running_loss": "training", "evaluation/loss": "evaluation"}),
@@ -216,8 +225,10 @@ _STANDARD_CHARTS = (
     ("Padding", "share of the items", {"padding": "padding"}),
 )
 _POSITION_NAMES = ("epoch", "epoch_progress", "num_batches_remaining", "evaluation/items", "time/total")
-_EXTRA_CHARTS = 12  # further charts
-_SAMPLES = 8  # rows of a table between the first and the last
+# Most charts in addition to the standard ones.
+_EXTRA_CHARTS = 12
+# Rows of a table between the first and the last.
+_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +294,7 @@ def _figure(
     legend: list[tuple[str, int]] = []
     rows: list[tuple[str, str, str, str]] = []
     bad = 0
-    for place, facts in enumerate(runs):
+    for run_index, facts in enumerate(runs):
         for index, (name, label) in enumerate(names.items()):
             curve = facts.records.curves.get(name)
             if curve is None or curve.count == curve.bad:
@@ -291,7 +302,7 @@ def _figure(
                 continue
             bad += curve.bad
             spans = curve.spans(points)
-            colour = place if len(runs) > 1 else index
+            colour = run_index if len(runs) > 1 else index
             few = name.startswith("evaluation/") and len(spans) <= 32
             dashed = len(runs) > 1 and index > 0
             series.append(Series(label, spans, few and not dashed, colour, dashed))
@@ -302,7 +313,11 @@ def _figure(
             entry = f"{facts.name} · {label}, dashed" if dashed else caption
             legend.append((entry, colour % COLOURS))
             rows += [(caption, *row) for row in _table_rows(curve, samples, bytes_text if unit == _BYTES else number)]
-    text = "; ".join(f"{caption}: {kind} {value} at step {step}" for caption, kind, step, value in rows if kind != "")
+    text = "; ".join(
+        f"{caption}: {label_of_row} {value} at step {step}"
+        for caption, label_of_row, step, value in rows
+        if label_of_row != ""
+    )
     chart = plot(series, title, text[:600], sizes=unit == _BYTES)
     if chart is None:
         return None
@@ -311,12 +326,16 @@ def _figure(
 
 
 def _table_rows(curve: Curve, samples: int, write: Callable[[float], str]) -> list[tuple[str, str, str]]:
-    """Return the rows (kind, step, value) of a table: first, last, lowest, highest, and samples in between."""
+    """Return the rows (kind, step, value) of a curve's table.
+
+    They are the first, last, lowest, highest, and samples in between.
+    """
+    # A def would take three lines for one expression.
     show: Callable[[tuple[int, float]], tuple[str, str]] = lambda at: (f"{at[0]:,}", write(at[1]))  # noqa: E731
     rows = [("first", *show(curve.first))]
     spans = curve.spans()
     if samples and len(spans) > 2:
-        chosen = sorted({round(each * (len(spans) - 1) / (samples + 1)) for each in range(1, samples + 1)})
+        chosen = sorted({round(index * (len(spans) - 1) / (samples + 1)) for index in range(1, samples + 1)})
         rows += [("", f"{spans[at].last:,}", write(spans[at].mean)) for at in chosen if 0 < at < len(spans) - 1]
     rows += [("last", *show(curve.newest)), ("lowest", *show(curve.lowest)), ("highest", *show(curve.highest))]
     return rows

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 __all__ = ["Curve", "CurveSpan"]
 
+# Most spans of a curve.
 _MOST = 512
 
 
@@ -111,7 +112,7 @@ class Curve:
         while len(merged) > most:
             width *= 2
             merged = _merge(self._spans, width)
-        return [merged[place] for place in sorted(merged)]
+        return [merged[index] for index in sorted(merged)]
 
     def _double(self) -> None:
         self._spans = _merge(self._spans, 2)
@@ -120,10 +121,10 @@ class Curve:
 
 def _merge(spans: dict[int, CurveSpan], width: int) -> dict[int, CurveSpan]:
     spans_by_place: dict[int, CurveSpan] = {}
-    for place, span in spans.items():
-        own = CurveSpan(span.first, span.last, span.count, span.total, span.low, span.high)
-        if place // width in spans_by_place:
-            spans_by_place[place // width].merge(own)
+    for index, span in spans.items():
+        copy = CurveSpan(span.first, span.last, span.count, span.total, span.low, span.high)
+        if index // width in spans_by_place:
+            spans_by_place[index // width].merge(copy)
         else:
-            spans_by_place[place // width] = own
+            spans_by_place[index // width] = copy
     return spans_by_place

@@ -38,9 +38,13 @@ __all__ = [
 ]
 
 
-_SMALL_FILE = 16 << 20  # bytes of a file that is read whole
-_RECORD_LINE = 1 << 20  # bytes of a line, at most
-_MAX_CURVES = 200  # curves that are kept
+# Bytes of a file that is read whole.
+_SMALL_FILE = 16 << 20
+# Most bytes of a line.
+_RECORD_LINE = 1 << 20
+# Most curves that are kept.
+_MAX_CURVES = 200
+# Steps that float64 represents exactly.
 _MAX_STEP = 1 << 53
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -125,6 +129,7 @@ def _lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
             at_line_start = True
             while line := file.readline(_RECORD_LINE):
                 ends = line.endswith(b"\n")
+                # A longer line is not a record of lockstep: skip all its pieces.
                 if at_line_start and (ends or len(line) < _RECORD_LINE):
                     yield line
                 at_line_start = ends
@@ -178,7 +183,8 @@ class Records:
             return
         for name, value in record.items():
             curve = self.curves.get(name)
-            if curve is not None and type(value) is float:  # most of them
+            # The usual case comes first, since a long run has millions of numbers.
+            if curve is not None and type(value) is float:
                 curve.add(step, value)
             elif name != "global_step":
                 self._add(name, step, _NOT_FINITE.get(value, value) if isinstance(value, str) else value)
@@ -223,15 +229,17 @@ def _float(value: Any) -> float:
 
 
 _RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
-_READ_BUDGET = 512 << 20  # bytes of checkpoints read for their fingerprints
-# files that are read, and lines that are shown
+# Bytes of checkpoints that are read for their fingerprints.
+_READ_BUDGET = 512 << 20
+# Log files that are read, and lines that are shown.
 _LOGS = 64
 _LINES = 12
 _CHECKPOINTS = 24
 _CERTIFICATES = 4
 _VERDICTS = 8
 _LINE = re.compile(rb"(\S+) rank (\d+) (WARNING|ERROR) (.*)")
-_SPIKE = b"three times the usual or more"  # as the guards log it
+# The text that the guards log for a spike.
+_SPIKE = b"three times the usual or more"
 _TROUBLES = {
     "skipped_steps": "updates not applied, in the last start",
     "steps_left_out": "steps skipped by a guard",
@@ -303,7 +311,7 @@ class RunFacts:
                 curves.append(curve.newest[0])
         stored = [self.state.global_step, integer_of(self.ended.get("step"))]
         return max(
-            [*curves, *(each for each in stored if each is not None), *(each.step for each in self.checkpoints), 0]
+            [*curves, *(item for item in stored if item is not None), *(item.step for item in self.checkpoints), 0]
         )
 
     @property
@@ -351,7 +359,7 @@ class RunFacts:
             text += f" {sentence}."
         if self.profiles:
             text += f" {shown(self.profiles[-1].get('sentence', ''), 300)}"
-        problems = [f"{kind}: {count}" for kind, count in self.troubles]
+        problems = [f"{name}: {count}" for name, count in self.troubles]
         if problems:
             return f"{text} Problems: {'; '.join(problems)}."
         return text
@@ -366,15 +374,14 @@ class RunFacts:
         parts: dict[str, float] = {}
         for name, curve in self.records.curves.items():
             if name.startswith("time/") and name != "time/total" and curve.count - curve.bad > 1:
-                total = (
-                    sum(span.mean * span.count for span in curve.spans()) - curve.first[1]
-                )  # the first includes the start
+                # The first value includes the start, such as compilation.
+                total = sum(span.mean * span.count for span in curve.spans()) - curve.first[1]
                 parts[name.removeprefix("time/")] = max(0.0, total)
         seconds = self.account.seconds
         steps = seconds[TRAINING] + seconds[LOADING]
         step_total = sum(parts.values())
         by_part = {"steps": steps, "data": seconds[LOADING], "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
-        # Only the records have it
+        # Only the records have the time of the exchange: scale its share to all steps.
         by_part["exchange"] = steps * parts.get("exchange", 0.0) / (step_total or 1.0)
         workers = _number_of(self.config.get("data.workers")) or 0
         return waits(by_part, workers=workers, ranks=self.account.starts[-1].world, wall=self.account.wall)
@@ -406,7 +413,7 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     facts.state.selection.best = evaluated.best or facts.state.selection.best
     facts.ended = _small_json(folder / "ended.json", notes)
     facts.environment = _small_json(folder / "environment.json", notes)
-    # Written by lockstep.commands.script
+    # lockstep.commands.script writes this file.
     facts.is_script = (folder / "command.json").is_file()
     _read_config(facts)
     try:
@@ -459,22 +466,22 @@ def _read_config(facts: RunFacts) -> None:
 
 
 def _read_logs(facts: RunFacts) -> None:
-    last: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
+    newest_lines: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
     if (facts.folder / "logs").is_dir():
         files = sorted((facts.folder / "logs").glob("rank-*.log"))
     else:
         files = []
     for path in files[:_LOGS]:
-        newest: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
+        rank_lines: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
         for line in _lines_of(path, facts.notes):
             match = _LINE.match(line)
             if match:
                 facts.warned += 1
                 facts.spikes += _SPIKE in line
-                when, rank, level, text = (part.decode("utf-8", "replace") for part in match.groups())
-                newest.append((shown(when[:19], 20), rank[:6], level, shown(text, 300)))
-        last = deque(sorted([*last, *newest])[-_LINES:], _LINES)
-    facts.warnings = list(last)
+                when, rank, level, text = (field.decode("utf-8", "replace") for field in match.groups())
+                rank_lines.append((shown(when[:19], 20), rank[:6], level, shown(text, 300)))
+        newest_lines = deque(sorted([*newest_lines, *rank_lines])[-_LINES:], _LINES)
+    facts.warnings = list(newest_lines)
 
 
 def _read_checkpoints(facts: RunFacts) -> None:
@@ -484,6 +491,7 @@ def _read_checkpoints(facts: RunFacts) -> None:
         facts.notes.append(shown(str(error)))
         return
     budget = _READ_BUDGET
+    # The newest checkpoints first, since they are the first to be read within the budget.
     for step in reversed(steps[-_CHECKPOINTS:]):
         path = checkpoint.path_of(facts.folder, step)
         try:
@@ -527,15 +535,15 @@ def _read_proofs(facts: RunFacts) -> None:
 
 
 def _count_troubles(facts: RunFacts) -> None:
-    for name, kind in _TROUBLES.items():
-        count = facts.records.newest(name)
+    for metric, trouble in _TROUBLES.items():
+        count = facts.records.newest(metric)
         if count:
-            facts.troubles.append((kind, f"{count:,.0f}"))
+            facts.troubles.append((trouble, f"{count:,.0f}"))
     restarts = facts.state.restarts
     losses = facts.state.losses
-    for count, kind in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others continued")):
+    for count, trouble in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others continued")):
         if count:
-            facts.troubles.append((kind, f"{count:,}"))
+            facts.troubles.append((trouble, f"{count:,}"))
     if facts.spikes:
         facts.troubles.append(("gradient norm spikes, by the logs", f"{facts.spikes:,}"))
     loss = facts.records.curves.get("running_loss")

@@ -55,16 +55,22 @@ RECOVERY = "recovery"
 BODY = "body"
 ENDING = "ending"
 
-ENDED_VARIABLE = "LOCKSTEP_ENDED_AT"  # set by `lockstep launch` on a restart: when it saw the processes end
-_LINE_INTERVAL = 1.0  # seconds between two lines
-_GROWTH = 100_000  # bytes of the file that add a second to it
-_STARTED: list[bool] = []  # non-empty once this process has started a run
+# Set by `lockstep launch` on a restart, to the time at which it saw the processes end.
+ENDED_VARIABLE = "LOCKSTEP_ENDED_AT"
+# Seconds between two lines.
+_LINE_INTERVAL = 1.0
+# Each so many bytes of the file add a second between two lines.
+_GROWTH = 100_000
+# Not empty once this process has started a run.
+_STARTED: list[bool] = []
 
 _LOG = logging.getLogger("lockstep")
 
 
 class Timeline:
-    """Recorder of this process's time by part. Every rank has one; the rank that opens the file writes.
+    """Recorder of this process's time by part.
+
+    Every rank has one; the rank that opens the file writes.
 
     Times come from a monotonic clock; the lines' "t" is wall time, and connects the processes of a run.
     """
@@ -108,16 +114,19 @@ class Timeline:
         """
         self.shut()
         try:
+            # O_NOFOLLOW refuses a link that another user may have placed.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(path, flags, 0o666)
             self._size = os.fstat(self._file).st_size
             torn = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
-            self._begins = b"\n" if torn else b""  # a kill left half a line
+            # A kill left half a line: end it, so that the next line is valid.
+            self._begins = b"\n" if torn else b""
         except OSError as error:
             self._warn(error)
             return
         self._step = step
-        if recovered:  # the time before is in the lost rank's lines
+        # The time before is in the lost rank's lines.
+        if recovered:
             self.enter(self._part)
             self._spent = {RECOVERY: self._spent.get(RECOVERY, 0.0)}
         more: dict[str, Any] = {"world": world}
@@ -141,11 +150,11 @@ class Timeline:
 
     def enter(self, part: str) -> None:
         """Account the time from now on to `part`."""
-        now = time.perf_counter()
-        self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
+        time_now = time.perf_counter()
+        self._spent[self._part] = self._spent.get(self._part, 0.0) + time_now - self._since
         self._part = part
-        self._since = now
-        if now >= self._due and self._file is not None:
+        self._since = time_now
+        if time_now >= self._due and self._file is not None:
             self._write("at")
 
     @contextlib.contextmanager
@@ -165,11 +174,14 @@ class Timeline:
             self.enter(self._part)
 
     def reassign(self, part: str) -> None:
-        """Account the time since the last `enter` or line to `part`, and the time from now on."""
+        """Account the time since the last `enter` or line, and later time, to `part`."""
         self._part = part
 
     def close(self, status: str) -> None:
-        """Write the last line of this start. Later time, up to this process's next start, is START."""
+        """Write the last line of this start.
+
+        Later time, up to this process's next start, is START.
+        """
         self._write("end", status=status)
         self._part = START
         self.shut()
@@ -184,30 +196,33 @@ class Timeline:
     def _move_waiting_time(self) -> None:
         """Move the time that steps waited for samples from TRAINING to LOADING."""
         total = self._read_waited()
-        part = min(max(0.0, total - self._waited_before), self._spent.get(TRAINING, 0.0))
+        waited = min(max(0.0, total - self._waited_before), self._spent.get(TRAINING, 0.0))
         self._waited_before = total
-        if part:
-            self._spent[TRAINING] -= part
-            self._spent[LOADING] = self._spent.get(LOADING, 0.0) + part
+        if waited:
+            self._spent[TRAINING] -= waited
+            self._spent[LOADING] = self._spent.get(LOADING, 0.0) + waited
 
     def _write(self, event: str, **more: Any) -> None:
-        now = time.perf_counter()
-        self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
-        self._since = now
-        self._due = now + max(_LINE_INTERVAL, self._size / _GROWTH)
+        time_now = time.perf_counter()
+        self._spent[self._part] = self._spent.get(self._part, 0.0) + time_now - self._since
+        self._since = time_now
+        # The lines become rarer as the file grows, so that a long run's file stays small.
+        self._due = time_now + max(_LINE_INTERVAL, self._size / _GROWTH)
         if self._file is None:
             self._spent = {}
             return
         self._move_waiting_time()
-        spent = {}
-        for part, seconds in self._spent.items():
+        seconds_by_part = {}
+        for name, seconds in self._spent.items():
+            # Less than the precision below.
             if seconds >= 5e-7:
-                spent[part] = round(seconds, 6)
-        line = {"t": round(time.time(), 3), "what": event, "step": self._step, **more, "spent": spent}
+                seconds_by_part[name] = round(seconds, 6)
+        line = {"t": round(time.time(), 3), "what": event, "step": self._step, **more, "spent": seconds_by_part}
         data = self._begins + json.dumps(line).encode() + b"\n"
         try:
             count = os.write(self._file, data)
-        except OSError as error:  # the time is kept for the next line
+        except OSError as error:
+            # The time stays for the next line.
             self._warn(error)
             return
         self._begins = b"" if count == len(data) else b"\n"
@@ -223,6 +238,7 @@ class Timeline:
 def _process_age() -> float:
     """Return the seconds since this process started; 0 if unknown."""
     try:
+        # Field 22 of the file is the start in clock ticks after boot; the name before it may contain blanks.
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
@@ -230,7 +246,8 @@ def _process_age() -> float:
         return 0.0
 
 
-_MIN_SECONDS = 60.0  # of steps, saves and evaluations; in a shorter run nothing is gained, and the start dominates
+# Seconds of steps, saves and evaluations. In a shorter run nothing can be gained, and the start dominates.
+_MIN_SECONDS = 60.0
 # Normal shares of that time: fast loaders cost next to nothing, an exchange that is not hidden takes part of a step,
 # and users want evaluations.
 _NORMAL_SHARES = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
@@ -240,7 +257,7 @@ def waits(seconds: Mapping[str, float], *, workers: int, ranks: int, wall: float
     """Return a sentence on the part that most exceeds its normal share, or "".
 
     Args:
-        seconds: `steps` in total, of which `data` waits for samples and `exchange` for gradients; outside the steps
+        seconds: `steps` in total, in them `data` waits for samples and `exchange` for gradients; outside the steps
             `saves` and `evaluation`. Unknown parts are omitted.
         workers: loader processes per rank.
         ranks: number of ranks.
@@ -280,9 +297,12 @@ LABELS = {
     "unknown": "unknown: a process ended without a record",
 }
 _STEPS = (TRAINING, LOADING, SAVES, EVALUATION, BODY)
-_MAX_SECONDS = 1e10  # seconds; longer than any run
-_LINE = 1 << 16  # bytes of a line, at most
-_MAX_PIECES = 20_000  # more are merged with their neighbours
+# Longer than any run: a larger number is damage.
+_MAX_SECONDS = 1e10
+# Most bytes of a line.
+_LINE = 1 << 16
+# More pieces are merged with their neighbours.
+_MAX_PIECES = 20_000
 
 
 @dataclass(slots=True)
@@ -360,9 +380,9 @@ def show(folder: Path, *, as_json: bool) -> None:
     table = importlib.import_module("rich.table").Table(box=None, pad_edge=False)
     for title in ("part", "time", "share"):
         table.add_column(title, justify="left" if title == "part" else "right", no_wrap=True)
-    for part, seconds in account.seconds.items():
-        if seconds or part == TRAINING:
-            table.add_row(LABELS[part], duration(seconds), f"{seconds / (account.wall or 1):.1%}")
+    for name, seconds in account.seconds.items():
+        if seconds or name == TRAINING:
+            table.add_row(LABELS[name], duration(seconds), f"{seconds / (account.wall or 1):.1%}")
     table.add_row("wall time", duration(account.wall), "100.0%")
     console.print(table)
     losses = sum(start.losses for start in account.starts)
@@ -405,8 +425,9 @@ def goodput(path: Path) -> Goodput:
     """
     account = Goodput()
     pieces = list[_Piece]()
-    before: float | None = None  # the time of the last line
-    # whether the previous process recorded its end
+    # The time of the last line.
+    before: float | None = None
+    # Whether the previous process recorded its end.
     end_recorded = False
     step = 0
     bad = 0
@@ -414,9 +435,10 @@ def goodput(path: Path) -> Goodput:
         if line is None:
             bad += 1
             continue
-        spent = line["spent"]
+        seconds_by_part = line["spent"]
+        # The file may have lost its first line, so any first line counts as a start.
         if line["what"] == "start" or not account.starts:
-            began = line["t"] - sum(spent.values())
+            began = line["t"] - sum(seconds_by_part.values())
             gap = max(0.0, began - before) if before is not None else 0.0
             if before is not None:
                 _split_gap(account, before, began, gap, end_recorded, line.get("ended"))
@@ -426,13 +448,13 @@ def goodput(path: Path) -> Goodput:
                 account.notes.append(f"the timeline begins after step {line['step']}; earlier time is missing")
             step = line["step"]
         elif line["what"] == "recovered":
-            # Time that rank 0 had not yet written when it was lost
+            # The lost rank 0 had not written this time yet.
             if before is not None:
-                account.seconds["unknown"] += max(0.0, line["t"] - sum(spent.values()) - before)
+                account.seconds["unknown"] += max(0.0, line["t"] - sum(seconds_by_part.values()) - before)
             account.starts[-1].losses += 1
             _mark_redone(pieces, line["step"], account)
             step = min(step, line["step"])
-        _add(account, pieces, step, line["step"], spent)
+        _add(account, pieces, step, line["step"], seconds_by_part)
         step = line["step"]
         before = line["t"]
         end_recorded = line["what"] == "end"
@@ -443,8 +465,8 @@ def goodput(path: Path) -> Goodput:
     if bad:
         account.notes.append(f"{bad} line{'s' * (bad > 1)} of the timeline could not be read")
     for piece in pieces:
-        for part, seconds in piece.spent.items():
-            account.seconds[part] += seconds
+        for name, seconds in piece.spent.items():
+            account.seconds[name] += seconds
     return account
 
 
@@ -463,15 +485,16 @@ def _split_gap(account: Goodput, before: float, began: float, gap: float, end_re
 
 
 def _add(account: Goodput, pieces: list[_Piece], first: int, last: int, spent: dict[str, float]) -> None:
-    """Add a line's time; the steps' share is pending, since a later start may undo them."""
-    for part in spent.keys() - set(_STEPS):
-        account.seconds[part if part in account.seconds else "unknown"] += spent[part]
-    of_steps = {part: spent[part] for part in _STEPS if part in spent}
+    """Add a line's time; a later start may undo the time of its steps."""
+    for name in spent.keys() - set(_STEPS):
+        account.seconds[name if name in account.seconds else "unknown"] += spent[name]
+    of_steps = {name: spent[name] for name in _STEPS if name in spent}
     if not of_steps:
         return
+    # Evaluations and saves after the same step: add them to its piece.
     if pieces and pieces[-1].last == first == last and pieces[-1].first == first:
-        for part, seconds in of_steps.items():
-            pieces[-1].spent[part] = pieces[-1].spent.get(part, 0.0) + seconds
+        for name, seconds in of_steps.items():
+            pieces[-1].spent[name] = pieces[-1].spent.get(name, 0.0) + seconds
     else:
         pieces.append(_Piece(first, last, of_steps))
     if len(pieces) > _MAX_PIECES:
@@ -480,13 +503,14 @@ def _add(account: Goodput, pieces: list[_Piece], first: int, last: int, spent: d
 
 def _merge_pieces(piece: _Piece, *more: _Piece) -> _Piece:
     spent = dict(piece.spent)
-    for part, seconds in (each for each_piece in more for each in each_piece.spent.items()):
-        spent[part] = spent.get(part, 0.0) + seconds
-    return _Piece(piece.first, max(each.last for each in (piece, *more)), spent)
+    for name, seconds in (item for each_piece in more for item in each_piece.spent.items()):
+        spent[name] = spent.get(name, 0.0) + seconds
+    return _Piece(piece.first, max(item.last for item in (piece, *more)), spent)
 
 
 def _mark_redone(pieces: list[_Piece], step: int, account: Goodput) -> None:
     """Account the time spent on steps after `step` as redone."""
+    # The later start resumes from `step`: what was trained after it runs again.
     while pieces and pieces[-1].last > step:
         piece = pieces.pop()
         if piece.last > piece.first:
@@ -495,7 +519,9 @@ def _mark_redone(pieces: list[_Piece], step: int, account: Goodput) -> None:
             kept_share = 0.0
         account.seconds["redone"] += (1 - kept_share) * sum(piece.spent.values())
         if kept_share:
-            pieces.append(_Piece(piece.first, step, {part: kept_share * each for part, each in piece.spent.items()}))
+            pieces.append(
+                _Piece(piece.first, step, {name: kept_share * seconds for name, seconds in piece.spent.items()})
+            )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -519,10 +545,10 @@ def _parse_line(data: bytes) -> dict[str, Any] | None:
         line = json.loads(data)
         when = line["t"]
         step = line["step"]
-        spent = line["spent"]
-        numbers = [when, *spent.values()]
-        times_valid = all(type(each) in (int, float) and 0 <= each < _MAX_SECONDS for each in numbers)
+        seconds_by_part = line["spent"]
+        numbers = [when, *seconds_by_part.values()]
+        times_valid = all(type(number) in (int, float) and 0 <= number < _MAX_SECONDS for number in numbers)
         event_valid = line["what"] in ("start", "at", "recovered", "end") and type(step) is int and 0 <= step < 1 << 60
         if times_valid and event_valid and type(line.get("world", 1)) is int and type(line.get("status", "")) is str:
-            return {**line, "spent": {str(part): float(each) for part, each in spent.items()}}
+            return {**line, "spent": {str(name): float(number) for name, number in seconds_by_part.items()}}
     return None

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 
-_MIN_WINDOWS = 16  # windows, for four blocks
+# Windows for at least four blocks.
+_MIN_WINDOWS = 16
 
 
 class Paired(NamedTuple):
@@ -61,12 +62,14 @@ def paired(differences: Sequence[float]) -> Paired | None:
     count = len(differences)
     if count < _MIN_WINDOWS or not all(map(math.isfinite, differences)):
         return None
+    # Neighbouring windows are correlated, so the test uses the means of blocks of sqrt(count) windows.
     size = math.isqrt(count)
     blocks = count // size
+    # Drop the oldest windows that do not fill a block.
     tail = differences[count - blocks * size :]
     means = [math.fsum(tail[at * size : (at + 1) * size]) / size for at in range(blocks)]
     mean = math.fsum(means) / blocks
-    error = math.sqrt(math.fsum((each - mean) ** 2 for each in means) / (blocks - 1) / blocks)
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in means) / (blocks - 1) / blocks)
     if error == 0:
         return Paired(mean, mean, mean, 0.0 if mean else 1.0, blocks * size, blocks)
     reach = _quantile(blocks - 1) * error
@@ -82,6 +85,7 @@ def _quantile(freedom: int) -> float:
     """Return the t that |T| exceeds with a probability of 5%."""
     low = 0.0
     high = 1000.0
+    # Bisect. 80 halvings reach the precision of float64.
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if _two_sided(middle, freedom) > 0.05 else (low, middle)
@@ -92,6 +96,7 @@ def _beta(x: float, a: float, b: float) -> float:
     """Compute the regularised incomplete beta function, 0 <= x <= 1."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
+    # The continued fraction converges fast only on this side; the function is symmetric.
     if x > (a + 1) / (a + b + 2):
         return 1 - _beta(1 - x, b, a)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
@@ -100,13 +105,14 @@ def _beta(x: float, a: float, b: float) -> float:
 
 def _fraction(x: float, a: float, b: float) -> float:
     """Compute the incomplete beta function's continued fraction, by Lentz's method."""
+    # Replaces a zero denominator.
     tiny = 1e-300
     value = 1.0
     c = 1.0
     d = 0.0
-    for place in range(1, 500):
-        half = place // 2
-        if place % 2:
+    for index in range(1, 500):
+        half = index // 2
+        if index % 2:
             step = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
         else:
             step = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
@@ -118,7 +124,7 @@ def _fraction(x: float, a: float, b: float) -> float:
     return value
 
 
-# Runs with equal values draw the same samples in the same order and batches.
+# Two runs with equal values of these draw the same samples in the same order and batches.
 _ORDER = ("seed", "batch_size", "samples", "dataset_samples", "data", "task")
 
 
@@ -190,38 +196,38 @@ def _compare_records(a: RunFacts, b: RunFacts) -> list[str]:
     records_a = a.records
     records_b = b.records
     equal = 0
-    last = 0
-    first = None
+    last_equal = 0
+    differing_step = None
     for at, to in _common_steps(records_a.steps, records_b.steps):
         if not (
             _equal(records_a.losses[at], records_b.losses[to]) and _equal(records_a.norms[at], records_b.norms[to])
         ):
-            first = records_a.steps[at]
+            differing_step = records_a.steps[at]
             break
         equal = equal + 1
-        last = records_a.steps[at]
-    if not equal and first is None:
+        last_equal = records_a.steps[at]
+    if not equal and differing_step is None:
         return ["The runs have no recorded step in common."]
     precision = "mean loss and gradient norm, to the last digit"
-    if first is None:
-        return [f"All records are equal up to step {last:,} ({equal:,} records: {precision})."]
+    if differing_step is None:
+        return [f"All records are equal up to step {last_equal:,} ({equal:,} records: {precision})."]
     if equal:
-        begin = f"Records are equal up to step {last:,} ({precision})"
+        begin = f"Records are equal up to step {last_equal:,} ({precision})"
     else:
         begin = "Records differ from the first one"
-    return [f"{begin}; the record of step {first:,} differs."]
+    return [f"{begin}; the record of step {differing_step:,} differs."]
 
 
 def _compare_checkpoints(a: RunFacts, b: RunFacts) -> list[str]:
     """Describe at which steps the parameters' fingerprints are equal."""
     fingerprints = {}
-    for each in b.checkpoints:
-        if each.fingerprint.startswith("sha256:"):
-            fingerprints[each.step] = each.fingerprint
+    for stored in b.checkpoints:
+        if stored.fingerprint.startswith("sha256:"):
+            fingerprints[stored.step] = stored.fingerprint
     common = sorted(
-        (each.step, each.fingerprint == fingerprints[each.step])
-        for each in a.checkpoints
-        if each.step in fingerprints and each.fingerprint.startswith("sha256:")
+        (stored.step, stored.fingerprint == fingerprints[stored.step])
+        for stored in a.checkpoints
+        if stored.step in fingerprints and stored.fingerprint.startswith("sha256:")
     )
     if not common:
         return ["The runs have no fingerprinted checkpoint of a common step; their parameters are not compared."]
@@ -249,10 +255,11 @@ def _run_paired_test(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
     if a.config.get("log_freq") != b.config.get("log_freq"):
         return None, "No paired test: the records average over windows of different length (log_freq)."
     half = sum(1 for _ in _common_steps(a.records.steps, b.records.steps)) // 2
-    first = 0
+    start = 0
     differences = array("d")
+    # The first half, in which losses fall fast, is left out.
     for at, to in islice(_common_steps(a.records.steps, b.records.steps), half, None):
-        first = first or a.records.steps[at]
+        start = start or a.records.steps[at]
         differences.append(b.records.losses[to] - a.records.losses[at])
     if differences and not any(differences):
         return None, "No paired test: the losses are equal."
@@ -268,7 +275,7 @@ def _run_paired_test(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
         conclusion = f"its loss is {'higher' if result.mean > 0 else 'lower'} than that of {a.name}"
     p = f"p = {result.p:.2g}" if result.p >= 1e-12 else "p < 1e-12"
     return result, (
-        f"Same samples in the same order from step {first:,} on: {conclusion}. Mean difference {number(result.mean)}, "
+        f"Same samples in the same order from step {start:,} on: {conclusion}. Mean difference {number(result.mean)}, "
         f"95% interval {low} to {high}, {p} ({result.windows:,} windows in {result.blocks} blocks). The test "
         "compares these two runs, not other seeds."
     )
@@ -278,8 +285,11 @@ def _plan_value(facts: RunFacts, name: str) -> object:
     return facts.state.plan.get(name)
 
 
-LIMIT = 300_000  # bytes
-_MOST_RUNS = 8  # runs on a page, one colour each
+# Bytes of a page.
+LIMIT = 300_000
+# Runs on a page, each with a colour.
+_MOST_RUNS = 8
+# Levels of detail: points of a curve, further charts, samples of a table, rows of a list.
 _DETAIL = ((240, 12, 8, 60), (160, 8, 6, 40), (100, 4, 4, 24), (60, 2, 2, 12), (30, 0, 0, 6))
 _TEMPLATE = "page.html"
 
@@ -326,7 +336,7 @@ def _context(runs: Sequence[RunFacts], points: int, more: int, samples: int, row
     return {
         "title": " and ".join(facts.name for facts in runs[:3]) + (" and more" if len(runs) > 3 else ""),
         "several": several,
-        "runs": [_run_values(facts, rows, place) for place, facts in enumerate(runs)],
+        "runs": [_run_values(facts, rows, index) for index, facts in enumerate(runs)],
         "figures": [_figure_values(figure) for figure in figures(runs, points, more, samples)],
         "compared": compare(runs, most=rows) if several else None,
         "version": lockstep.__version__,
@@ -338,7 +348,7 @@ def _figure_values(figure: Figure) -> dict[str, Any]:
         "title": figure.title,
         "unit": figure.unit,
         "svg": figure.chart.svg,
-        "ticks": [(label, f"{place:.1f}") for label, place in figure.chart.ticks],
+        "ticks": [(label, f"{percent:.1f}") for label, percent in figure.chart.ticks],
         "ends": figure.chart.ends,
         "log": figure.chart.log,
         "legend": figure.legend,
@@ -365,7 +375,8 @@ def _run_values(facts: RunFacts, rows: int, place: int) -> dict[str, Any]:
         "warned": facts.warned,
         "checkpoints": facts.checkpoints[:rows],
         "certificates": [
-            {**each, "rows": [_certificate_row(row) for row in each["rows"][:rows]]} for each in facts.certificates
+            {**certificate, "rows": [_certificate_row(row) for row in certificate["rows"][:rows]]}
+            for certificate in facts.certificates
         ],
         "changed": list(facts.changed.items())[: 2 * rows],
         "chosen": list(facts.chosen.items())[: 2 * rows],
@@ -404,7 +415,10 @@ def _account(facts: RunFacts) -> dict[str, Any] | None:
             parts.append((LABELS[name], seconds))
     return {
         "bar": bar(parts, "Where the wall time went"),
-        "rows": [(text, duration(each), f"{each / wall:.1%}", at % COLOURS) for at, (text, each) in enumerate(parts)],
+        "rows": [
+            (text, duration(seconds_of_part), f"{seconds_of_part / wall:.1%}", at % COLOURS)
+            for at, (text, seconds_of_part) in enumerate(parts)
+        ],
         "wall": duration(facts.account.wall),
         "starts": [
             (f"{at.first:,}", f"{at.last:,}", at.world, shown(at.ended, 40) or "no end recorded", duration(at.lost))
@@ -450,7 +464,7 @@ def _profile(verdict: dict[str, Any]) -> dict[str, Any]:
     steps = verdict.get("steps")
     exposed = [name for name in numbers if name != "hidden_communication"]
     return {
-        "steps": " to ".join(shown(each, 20) for each in steps[:2]) if isinstance(steps, list) else "?",
+        "steps": " to ".join(shown(step, 20) for step in steps[:2]) if isinstance(steps, list) else "?",
         "sentence": shown(verdict.get("sentence", ""), 400),
         "bar": bar([(name.replace("_", " "), numbers[name]) for name in exposed], "Profile"),
         "rows": [

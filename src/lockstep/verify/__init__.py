@@ -40,6 +40,7 @@ FAULTS = (
 )
 
 
+# A public function: its many settings are keywords with defaults.
 def verify(  # noqa: PLR0913
     task: Any = None,
     config: "Config | None" = None,
@@ -100,4 +101,5 @@ def verify(  # noqa: PLR0913
     return table
 
 
+# Errors name these settings as flags on the command line, and as arguments in Python.
 SETTINGS.fields |= {"--" + name.replace("_", "-"): name for name in verify.__kwdefaults__ or ()}

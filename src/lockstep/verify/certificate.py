@@ -30,6 +30,7 @@ _KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_
 def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) -> dict[str, Any]:
     """Build a certificate as plain values: the request, the single process's trace, the table's rows."""
     about = run_dir.describe_process()
+    # The host name does not change a result, and may be private.
     machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
     return {
         "format": _FORMAT,
@@ -107,10 +108,10 @@ def same_machine(content: dict[str, Any]) -> list[str]:
     about = run_dir.describe_process()
     keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
     different = []
-    for part, key in keys:
-        if content[part].get(key) != about[part][key]:
-            different.append(f"{key} {content[part].get(key)} there, {about[part][key]} here")
-    listed, present = ([device["name"] for device in each["devices"]] for each in (content, about))
+    for section, key in keys:
+        if content[section].get(key) != about[section][key]:
+            different.append(f"{key} {content[section].get(key)} there, {about[section][key]} here")
+    listed, present = ([device["name"] for device in facts["devices"]] for facts in (content, about))
     return different + ([f"devices {listed} there, {present} here"] if listed[:1] != present[:1] else [])
 
 
@@ -131,10 +132,13 @@ def against(content: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance
 
 
 def _compare_step(actual: dict[str, Any], expected: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
-    """Compare this machine's record of a step with the certificate's, in the format of a rank's record."""
+    """Compare a step's record with the certificate's, as a rank's record."""
     step = actual["step"]
-    kinds = [kind for kind in TENSORS if kind in actual]
-    return actual | {kind: _compare_tensors(actual[kind], expected.get(kind), step, tolerance) for kind in kinds}
+    tensor_types = [tensor_type for tensor_type in TENSORS if tensor_type in actual]
+    return actual | {
+        tensor_type: _compare_tensors(actual[tensor_type], expected.get(tensor_type), step, tolerance)
+        for tensor_type in tensor_types
+    }
 
 
 def _compare_tensors(

@@ -17,12 +17,18 @@ from lockstep.verify.tolerance import Scales, Tolerance, unit_roundoff
 
 __all__ = ["Traces", "first_difference", "traces_of"]
 
-_ROUNDING = 1e-5  # relative change of an evaluation's loss by other kernels, in float32
-_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ only in length
-_LENGTH = 1e-3  # share by which a length may miss the clipped norm
-_WHOLE = 1e-12  # share by which quotients of the same integers may differ, in float64
-_UNDONE = 1e-6  # share of the whole norm below which a difference may come from undoing the clipping
-_ROUNDINGS = 4.0  # of the norm and the factor, which have the gradients' dtype
+# Relative change of an evaluation's loss by other kernels, in float32.
+_ROUNDING = 1e-5
+# Sine of the largest angle between gradients that differ only in length.
+_PARALLEL = 1e-3
+# Share by which a length may miss the clipped norm.
+_LENGTH = 1e-3
+# Share by which quotients of the same integers may differ, in float64.
+_WHOLE = 1e-12
+# Share of the whole norm below which a difference may come from undoing the clipping.
+_UNDONE = 1e-6
+# Roundings of the norm and the factor, which have the gradients' dtype.
+_ROUNDINGS = 4.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,9 @@ class Traces:
 
 def traces_of(spec: RunSpec, reference: dict[str, Any], ranks: list[dict[str, Any]]) -> Traces:
     """Collect the traces of a finished run for `first_difference`."""
-    last = len(reference["steps"]) - 1
+    last_step = len(reference["steps"]) - 1
     config = spec.request.config
-    drift = spec.tolerance.drift(last, Scales.of(reference["steps"], config)[last])
+    drift = spec.tolerance.drift(last_step, Scales.of(reference["steps"], config)[last_step])
     return Traces(reference, ranks, spec.tolerance, config.optim.clip, drift)
 
 
@@ -83,15 +89,15 @@ def _changed(traces: Traces, step: int) -> Iterator[Difference]:
     """Yield state that changed between two steps on the same rank. No tolerance applies."""
     for rank, record in traces.records(step):
         if record["changed"]:
-            kind, name = record["changed"][0]
-            stage = {"optimizer": "optimizer state"}.get(kind, kind)
+            state_type, name = record["changed"][0]
+            stage = {"optimizer": "optimizer state"}.get(state_type, state_type)
             if step in traces.ranks[0]["resumed"]:
                 cause = " by the resume"
             else:
                 cause = " outside the optimizer's update"
             ranks = []
             for peer, step_record in traces.records(step):
-                if [kind, name] in step_record["changed"]:
+                if [state_type, name] in step_record["changed"]:
                     ranks.append(peer)
             count = len({tuple(entry) for entry in record["changed"]})
             more = f" ({count} tensors)" if count > 1 else ""
@@ -161,7 +167,7 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
         if slot["items"] != reference["items"]:
             text = f"{slot['items']} items instead of {reference['items']}"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, items", rank, text)
-        # of integers, so equal in any dtype
+        # The share is a quotient of integers, so it is equal in any dtype.
         actual = slot.get("share")
         expected_share = reference.get("share")
         if (
@@ -186,7 +192,7 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _rates(traces: Traces, step: int) -> Iterator[Difference]:
-    """Yield learning rates that differ under the same schedule factor, then differences of the update itself."""
+    """Yield different learning rates under the same factor, then different updates."""
     expected = traces.reference["steps"][step]
     same = True
     for rank, record in traces.records(step):
@@ -198,7 +204,7 @@ def _rates(traces: Traces, step: int) -> Iterator[Difference]:
         elif record["rates"] != expected["rates"]:
             text = f"the rates are {record['rates']} instead of {expected['rates']} at the same schedule factor"
             yield Difference(step, "optimizer", "learning rate", rank, text)
-    # An update at another rate cannot show the optimizer is wrong; the schedule comes next
+    # An update at another rate cannot show that the optimizer is wrong: the schedule is compared next.
     if same:
         yield from _tensors(traces, step, "weights", "optimizer")
 
@@ -221,12 +227,12 @@ def _evaluation(traces: Traces) -> Iterator[Difference]:
         return
     for name in ("items", "loss", *expected["metrics"]):
         reference = _number(expected, name)
-        wrong = [(rank, _number(own, name)) for rank, own in results]
+        wrong = [(rank, _number(result, name)) for rank, result in results]
         wrong = [(rank, actual) for rank, actual in wrong if not _agrees(traces, name, actual, reference)]
         if wrong:
             rank, actual = wrong[0]
             text = f"{actual!r} instead of {reference!r}"
-            # The items agree, or the loop had ended there: a lost sample moves the loss by more than rounding.
+            # The items agree, or this loop would have ended. A lost sample moves the loss by more than rounding.
             rounded = name == "loss" and all(math.isclose(actual, reference, rel_tol=_ROUNDING) for _, actual in wrong)
             stage = "evaluation kernels" if rounded else "evaluation"
             yield Difference(expected["step"], stage, name, rank, text, [rank for rank, _ in wrong])
@@ -244,9 +250,9 @@ def _number(evaluation: dict[str, Any], name: str) -> float:
     return float(evaluation[name] if name in ("items", "loss") else evaluation["metrics"].get(name, math.nan))
 
 
-# Recorded are the clipped gradients that the optimizer receives, and the norm that the engine reports. Wrong gradients
-# have another direction. Those with the right direction and a wrong length were clipped wrongly if the length is not
-# the reported norm after clipping; if it is, the norm, and so the sum, is wrong.
+# The records have the clipped gradients that the optimizer receives, and the norm that the engine reports. Wrong
+# gradients have another direction. If only the length is wrong, it is either not the reported norm after clipping, so
+# the clipping is wrong; or it is, so the norm, and with it the sum, is wrong.
 
 
 def _reduction(traces: Traces, step: int) -> Iterator[Difference]:
@@ -282,16 +288,17 @@ def _unclipped(traces: Traces, step: int) -> Iterator[Difference]:
     """
     norm = traces.reference["steps"][step]["norm"]
     for rank, record in traces.records(step):
-        part = record.get("gradient")
-        if not part or not part["first"] or not traces.clip or not math.isfinite(norm * record["norm"]):
+        gradient = record.get("gradient")
+        if not gradient or not gradient["first"] or not traces.clip or not math.isfinite(norm * record["norm"]):
             continue
         by = _clip_factor(traces, record["norm"]) / _clip_factor(traces, norm)
-        whole = math.fsum(expected for _, expected, _ in part["parts"].values())
+        whole = math.fsum(expected for _, expected, _ in gradient["parts"].values())
         least = (_UNDONE + traces.tolerance.relative(step)) * math.sqrt(whole)
-        for name, (own, expected, product) in part["parts"].items():
-            error = math.sqrt(max(0.0, own / by**2 - 2.0 * product / by + expected))
+        for name, (square, expected, product) in gradient["parts"].items():
+            # The squared distance of the two gradients with the clipping undone, from the three sums.
+            error = math.sqrt(max(0.0, square / by**2 - 2.0 * product / by + expected))
             if error > least:
-                if name != part["first"]["name"]:
+                if name != gradient["first"]["name"]:
                     share = error / math.sqrt(expected) if expected else math.inf
                     text = (
                         f"before clipping it is off by {share:.2g} of its norm; tensors before it differ only in length"
@@ -302,6 +309,7 @@ def _unclipped(traces: Traces, step: int) -> Iterator[Difference]:
 
 def _clip_factor(traces: Traces, norm: float) -> float:
     """Return the factor by which clipping multiplies gradients of this norm."""
+    # The same formula as torch.nn.utils.clip_grad_norm_.
     return min(1.0, traces.clip / (norm + 1e-6))
 
 
@@ -323,6 +331,7 @@ def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float]
         clipped = norm * _clip_factor(traces, norm) if traces.clip else norm
         if not (actual and expected and math.isfinite(actual * expected * clipped)):
             continue
+        # From the angle between the gradients. It is 0 if they differ only in length.
         sine = math.sqrt(max(0.0, 1.0 - (product / (actual * expected)) ** 2))
         missed = _LENGTH + _ROUNDINGS * unit_roundoff(record["gradient_dtype"])
         if sine < _PARALLEL and abs(actual - clipped) > missed * clipped:
@@ -336,9 +345,10 @@ def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, flo
     The shards that this rank lacks are other ranks'; several ranks may hold the same one, which counts once.
     """
     shards: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-    for part in (own, *(record["gradient"] for _, record in traces.records(step) if "gradient" in record)):
-        for name, sums in part["parts"].items():
-            shards.setdefault((name, tuple(part.get("offsets", {}).get(name, ()))), sums)
+    for gradient in (own, *(record["gradient"] for _, record in traces.records(step) if "gradient" in record)):
+        for name, sums in gradient["parts"].items():
+            shards.setdefault((name, tuple(gradient.get("offsets", {}).get(name, ()))), sums)
+    # Ranks with the same shard of a tensor are replicas, so it counts once.
     square, expected, product = ([sums[column] for sums in shards.values()] for column in range(3))
     return math.sqrt(math.fsum(square)), math.sqrt(math.fsum(expected)), math.fsum(product)
 
@@ -346,18 +356,18 @@ def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, flo
 def _tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:
     """Yield tensors of a kind that differ from the reference's or between replicas."""
     records = [(rank, record[kind]) for rank, record in traces.records(step) if kind in record]
-    for rank, part in records:
-        if part["missing"]:
+    for rank, comparison in records:
+        if comparison["missing"]:
             text = "only one of the two runs has this tensor"
-            yield Difference(step, stage, part["missing"][0], rank, text)
-        if part["first"]:
+            yield Difference(step, stage, comparison["missing"][0], rank, text)
+        if comparison["first"]:
             ranks = [peer for peer, their in records if their["first"]]
-            yield Difference(step, stage, part["first"]["name"], rank, _describe(part["first"]), ranks)
-    for rank, part in records[1:]:
-        first = records[0][1]["digests"]
+            yield Difference(step, stage, comparison["first"]["name"], rank, _describe(comparison["first"]), ranks)
+    for rank, comparison in records[1:]:
+        digests = records[0][1]["digests"]
         names = []
-        for name, bits in part["digests"].items():
-            if first.get(name, bits) != bits:
+        for name, bits in comparison["digests"].items():
+            if digests.get(name, bits) != bits:
                 names.append(name)
         if names:
             text = f"its bits differ from the replica on rank {records[0][0]}"
@@ -370,15 +380,15 @@ def _describe(first: dict[str, Any]) -> str:
     if isinstance(actual, str):
         return f"it is {actual} instead of {expected}"
     if first["at"]:
-        place = f"[{', '.join(str(index) for index in first['at'])}]"
+        index_text = f"[{', '.join(str(index) for index in first['at'])}]"
     else:
-        place = ""
+        index_text = ""
     if first["allowed"] <= 0:
         limit = "no difference"
     else:
         limit = f"{first['allowed']:.2g}"
     off = f"off by {first['difference']:.2g} where {limit} is allowed"
-    return f"{place} is {actual!r} instead of {expected!r}; {off}".strip()
+    return f"{index_text} is {actual!r} instead of {expected!r}; {off}".strip()
 
 
 Check = Callable[[Traces, int], Iterator[Difference]]

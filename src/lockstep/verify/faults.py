@@ -68,12 +68,12 @@ class OverlappingShards(Fault):
     def task(self, task: Task, context: FaultContext) -> Task:
         config = context.config
         world = context.world
-        # As `verify` cuts every run
+        # `verify` cuts every run in this way.
         size = config.micro_batch_size or default_micro_batch_size(config.batch_size)
-        each = -(-config.batch_size // (size * world.size))
-        # Offset of this rank's samples in a step
-        own = world.rank * each * size
-        return _Reordered(task, lambda place: place - own * (place % config.batch_size >= own))
+        slots = -(-config.batch_size // (size * world.size))
+        # Start of this rank's samples in a step.
+        start = world.rank * slots * size
+        return _Reordered(task, lambda place: place - start * (place % config.batch_size >= start))
 
 
 @final
@@ -111,12 +111,13 @@ class _MappedOrder:
         return self._inner.size
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        # The inner order takes ranges only, so read the range of all wanted positions.
         places = self._move(np.arange(start, stop))
         if not places.size:
             return places, places
-        first = int(places.min())
-        epochs, samples = self._inner.at(first, int(places.max()) + 1)
-        return epochs[places - first], samples[places - first]
+        lowest = int(places.min())
+        epochs, samples = self._inner.at(lowest, int(places.max()) + 1)
+        return epochs[places - lowest], samples[places - lowest]
 
 
 @final
@@ -157,7 +158,8 @@ class LocalBatchNorm(Fault):
     stage = "buffers"
     text = "a running mean like BatchNorm's covers this rank's micro-batches only"
 
-    everywhere = True  # the single process has the layer too, and sees every micro-batch
+    # The single process has the layer too, and sees every micro-batch.
+    everywhere = True
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         if config.exact:
@@ -179,7 +181,7 @@ class _RunningMeanTask(TaskWrapper):
 @torch.no_grad()
 def _average(module: nn.Module, _: Any, output: Any) -> None:
     """Update a running mean in a forward hook, with momentum 0.1 as in torch.nn.BatchNorm1d."""
-    # The first tensor of a tuple or of a Hugging Face output
+    # Take the first tensor of a tuple or of a Hugging Face output.
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if hasattr(output, "values") else output))
     if module.training:
@@ -272,7 +274,7 @@ class _DoubleUpdate(_StepCounter):
             return super().step(factor, limit, momentum, evaluate)
 
         def again(optimizer: Any, *_: Any) -> None:
-            # The innermost optimizer ends first; only it steps once more, without its peers
+            # The innermost optimizer ends first. Only it updates again, without its peers.
             handle.remove()
             optimizer.step()
 
@@ -298,9 +300,10 @@ class _BitFlipEngine(_StepCounter):
         if self.is_due and not self.flipped:
             self.flipped = True
             parameter = next(local_of(p) for p in self.context.parameters() if local_of(p).numel())
-            # Of its memory, in whatever order it is
-            first = parameter.as_strided((1,), (1,))
-            first.view(torch.uint8)[0] ^= 1  # the lowest bit
+            # Address the memory directly, whatever the tensor's strides are.
+            element = parameter.as_strided((1,), (1,))
+            # The lowest bit.
+            element.view(torch.uint8)[0] ^= 1
         return self.inner.accumulate(last, counts)
 
 
@@ -321,7 +324,7 @@ class _UnsentEngine(_StepCounter):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.is_due and not self.dropped and weight:
             self.dropped = True
-            # A weight of 0 would make this an empty slot, whose buffers do not count either
+            # A weight of 0 would make this an empty slot, whose buffers would not count either.
             loss = loss * 0.0
         self.inner.backward(loss, weight)
 
@@ -343,9 +346,10 @@ class _RankMeanEngine(_StepCounter):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.share_step != self.steps_done:
             assert self.context.step_loader is not None
-            self.share_step, own = self.steps_done, number(self.context.step_loader.items(self.steps_done))
-            every = self.context.world.gather(own)  # collective
-            self.share = sum(every) / (own * len(every) or 1)
+            self.share_step, items = self.steps_done, number(self.context.step_loader.items(self.steps_done))
+            # All ranks, once for each step: the planted mean needs every rank's items.
+            items_by_rank = self.context.world.gather(items)  # collective
+            self.share = sum(items_by_rank) / (items * len(items_by_rank) or 1)
         self.inner.backward(loss, weight * self.share)
 
 
@@ -362,7 +366,7 @@ class ClipBeforeUnscale(Fault):
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not config.optim.clip:
             raise ConfigError(f"--plant {self.name} needs clipping; set --optim.clip above 0")
-        # Both scales together overflow, which shows first
+        # Together with the loss scale the gradients would overflow, which would show first.
         if config.precision == "fp16":
             raise ConfigError(
                 f"--plant {self.name} conflicts with the loss scaling of --precision fp16; use another precision"
@@ -372,7 +376,7 @@ class ClipBeforeUnscale(Fault):
         optimizers: list[Any] = []
 
         def unscale(optimizer: Any, *_: Any) -> None:
-            # Nested optimizers: the outermost has all parameters
+            # Of nested optimizers the outermost has all parameters: unscale once.
             if optimizers and optimizers[0] is not optimizer:
                 return
             optimizers[:] = [optimizer]
@@ -428,11 +432,13 @@ class SwappedState(Fault):
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
         if context.resumed:
-            state = engine.state_dict()  # may be collective
+            # Collective for engines that gather their state, so every rank calls it.
+            state = engine.state_dict()
             moments = []
             for name, t in state.items():
                 if context.is_target_rank and name.endswith("/exp_avg"):
                     moments.append(local_of(t))
+            # Half a turn of the elements looks like another rank's shard.
             for moment in (m for m in moments if m.numel() > 1):
                 moment.copy_(moment.flatten().roll(moment.numel() // 2).view_as(moment))
         return engine

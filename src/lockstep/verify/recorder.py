@@ -31,8 +31,10 @@ from lockstep.verify.wrappers import EngineWrapper
 
 __all__ = ["TENSORS", "StepRecorder"]
 
-_KINDS = ("weights", "buffers", "optimizer")  # of the state
-TENSORS = ("initial", "gradient", *_KINDS)  # of a step
+# Tensors of the state.
+_KINDS = ("weights", "buffers", "optimizer")
+# Tensors of a step.
+TENSORS = ("initial", "gradient", *_KINDS)
 
 
 class StepRecorder:
@@ -97,10 +99,10 @@ class StepRecorder:
 
         def seed_and_record(step: int, index: int) -> None:
             seed_generators(step, index)
-            # A loss over the whole step belongs to no micro-batch
+            # A loss over the whole step belongs to no micro-batch, and an optimizer may evaluate again in its update.
             if index < 0 or self.updates:
                 return
-            # Each pass begins with the first
+            # Each pass over the step begins with the first micro-batch.
             self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])
             self._present["seeded"] = _generators(self._device)
 
@@ -112,7 +114,7 @@ class StepRecorder:
         losses = iter(record.losses)
         step |= {"items": record.items, "factor": record.factor}
         for slot in step["slots"]:
-            # A loss over the whole step is reported once. Waits for the device.
+            # A loss over the whole step is reported once. The host waits for the device here, once a step.
             slot["loss"] = float(next(losses, 0.0)) if slot["weight"] else None
 
     @contextlib.contextmanager
@@ -135,7 +137,8 @@ class StepRecorder:
         return self._armed
 
     def begin(self) -> AbstractContextManager[Any] | None:
-        """At a step's first micro-batch, check whether the state changed since the last step ended."""
+        """Check at a step's first micro-batch whether the state changed since the last step."""
+        # Several passes may begin at the first micro-batch: check once a step.
         if self._slot or self._checked == len(self.steps):
             return None
         self._checked = len(self.steps)
@@ -145,10 +148,10 @@ class StepRecorder:
             step["initial"] = self._reference.record("initial", step["step"], state["weights"] + state["buffers"])
         else:
             step["changed"] = [
-                [kind, name]
-                for kind in _KINDS
-                for name, tensor in state[kind]
-                if self.ended[kind].get(name) != digest(local_of(tensor))
+                [state_type, name]
+                for state_type in _KINDS
+                for name, tensor in state[state_type]
+                if self.ended[state_type].get(name) != digest(local_of(tensor))
             ]
         if self._tracks_dtypes and len(self.steps) == 1:
             return self.dtypes
@@ -157,7 +160,8 @@ class StepRecorder:
     def scaled(self, loss: Tensor, weight: float) -> None:
         """Record the loss passed to `backward`, its weight, and the generators after the forward."""
         self._present["drawn"] = _generators(self._device)
-        self._present["scaled"] = float(loss)  # waits for the device
+        # The host waits for the device here, once for each micro-batch.
+        self._present["scaled"] = float(loss)
         self._present["share"] = weight
         self.steps[-1]["loss_dtype"] = str(loss.dtype).removeprefix("torch.")
 
@@ -171,23 +175,25 @@ class StepRecorder:
             self._armed = False
         present = self.steps[-1]
         state = self._state()
-        present["norm"] = float(result.norm)  # waits for the device
+        # The host waits for the device here, once a step.
+        present["norm"] = float(result.norm)
         present["applied"] = result.applied
-        for kind in _KINDS:
-            present[kind] = self._reference.record(kind, present["step"], state[kind])
+        for state_type in _KINDS:
+            present[state_type] = self._reference.record(state_type, present["step"], state[state_type])
         present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
-        self.ended = {kind: {name: digest(local_of(t)) for name, t in state[kind]} for kind in _KINDS}
-        # An engine may shard a parameter's state while the model has the full tensor, or has it only at times.
+        self.ended = {state_type: {name: digest(local_of(t)) for name, t in state[state_type]} for state_type in _KINDS}
+        # An engine may shard a parameter's state while the model has the full tensor, or has it only at times. So
+        # digest what the model has now, to find changes between two updates.
         local = [(name, local_of(p)) for name, p in self._model.named_parameters()]
         self.ended["held"] = {name: digest(tensor) for name, tensor in local if tensor.numel()}
         return result
 
     def _state(self) -> dict[str, Named]:
-        state: dict[str, Named] = {kind: [] for kind in (*_KINDS, "persistent")}
-        # May be collective
+        state: dict[str, Named] = {state_type: [] for state_type in (*_KINDS, "persistent")}
+        # Collective for engines that gather their state, so every rank calls it.
         for name, tensor in self.engine.state_dict().items():
-            part, _, key = name.partition("/")
-            if part != "model":
+            owner, _, key = name.partition("/")
+            if owner != "model":
                 state["optimizer"].append((name, tensor))
             else:
                 state["persistent" if key in self._buffers else "weights"].append((key, tensor))
@@ -204,12 +210,12 @@ class StepRecorder:
             return
         step = self.steps[-1]
         begins = self._optimizer is None
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        first_parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if begins:
             self._optimizer = optimizer
-            self._first = first
+            self._first = first_parameter
             self._groups = []
-        step["updates"] += first is self._first
+        step["updates"] += first_parameter is self._first
         fresh = []
         for group in optimizer.param_groups:
             if not any(group is known for known in self._groups):
@@ -227,7 +233,7 @@ class StepRecorder:
         for n, p in trainable:
             if p.grad is not None and self._one_update:
                 gradients.append((n, p.grad))
-        # Some engines store them elsewhere: then the norm and the updated weights are compared
+        # Some engines store the gradients elsewhere. Then the norm and the updated weights are compared.
         if gradients:
             step["gradient"] = self._reference.record("gradient", step["step"], gradients)
             step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
@@ -254,6 +260,7 @@ class _Probe(EngineWrapper):
         both = contextlib.ExitStack()
         both.enter_context(context)
         both.enter_context(tracker)
+        # An ExitStack is a context manager, though not one of the annotated type.
         return both  # type: ignore[return-value]
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -278,12 +285,13 @@ def _digests(data: Any) -> Iterator[tuple[str, str]]:
 
 def _generators(device: torch.device) -> str:
     """Digest the states of all generators that a model may draw from."""
+    # The whole state, since its position in the sequence shows which numbers were drawn.
     python = random.getstate()[1]
     numpy: Any = np.random.get_state()
     parts = [
         torch.default_generator.get_state().numpy().tobytes(),
         np.array(python, dtype=np.uint32).tobytes(),
-        *(np.asarray(part).tobytes() for part in numpy[1:]),
+        *(np.asarray(field).tobytes() for field in numpy[1:]),
     ]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device).numpy().tobytes())

@@ -35,9 +35,10 @@ __all__ = [
 
 Named = list[tuple[str, Tensor]]
 
-PIECE_SIZE = 2**18  # elements that are converted to float64 at a time
+# Elements that are converted to float64 at a time, to limit the memory.
+PIECE_SIZE = 2**18
 
-# For a part of a tensor: the largest 2-norm of its error, or a piece's place -> the largest error of its elements
+# The largest 2-norm of the error of a tensor's block; or a function: slice -> the largest error of its elements.
 Limit = float | Callable[[slice], Tensor]
 LimitOf = Callable[[str, Tensor, TensorBox], Limit]
 
@@ -65,7 +66,8 @@ class StoredTensors:
         with self._path.open("rb") as file:
             file.seek(offset)
             raw = bytearray(size)
-            file.readinto(raw)  # one copy in memory, not two
+            # One copy in memory instead of two.
+            file.readinto(raw)
         wide = getattr(torch, dtype)
         return (torch.frombuffer(raw, dtype=wide) if size else torch.empty(0, dtype=wide)).reshape(shape)
 
@@ -116,7 +118,7 @@ class ReferenceWriter:
         if kind == "initial":
             self._check_room(sum(tensor.nbytes for _, tensor in tensors))
         self._store.write(kind, step, tensors)
-        # Waits for the device
+        # The host waits for the device here, once for each tensor and step.
         norms = {name: math.sqrt(square(t.cpu())) for name, t in tensors}
         digests = {name: digest(tensor) for name, tensor in tensors}
         return {"digests": digests, "norms": norms, "square": math.fsum(n * n for n in norms.values())}
@@ -127,6 +129,7 @@ class ReferenceWriter:
         Raises:
             ConfigError: they do not.
         """
+        # Gradients, weights and two moments for each step, and the initial state with some room.
         required = size * (4 * self._steps + 4)
         free = self._store.free
         if free < required:
@@ -163,13 +166,13 @@ class ReferenceComparer:
         return compare(tensors, self._store.read(kind, step), partial(self._limit, kind, step, second))
 
     def fingerprint(self, model: dict[str, Tensor]) -> str:
-        # Every tensor is compared, and a sharded model's would have to be gathered
+        # Every tensor is compared already, and a sharded model would have to be gathered for a fingerprint.
         return ""
 
     def _limit(
         self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: TensorBox
     ) -> Limit:
-        """Return the largest allowed error of a part of one tensor; -1: no bit may differ."""
+        """Return the largest allowed error of a tensor's block; -1: no bit may differ."""
         tolerance = EXACT if kind == "initial" else self._tolerance
         if tolerance.exact or not expected.is_floating_point() or name.endswith("/step"):
             return -1.0
@@ -181,11 +184,12 @@ class ReferenceComparer:
         if kind == "weights":
             moment = f"optimizer/{name}/exp_avg_sq"
             if second is not None and moment in second.names:
-                part = cut(_real(second[moment]), block)
+                moments = cut(_real(second[moment]), block)
             else:
-                part = None
-            return tolerance.weights(step, expected, part, scales)
+                moments = None
+            return tolerance.weights(step, expected, moments, scales)
         if name.endswith("/exp_avg_sq"):
+            # The moment is a mean of squares, in which a relative error of the gradient doubles.
             return 4.0 * relative * scales.norm**2
         if kind == "buffers":
             size = math.sqrt(square(expected))
@@ -224,23 +228,24 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         block = block_of(tensor)
         if block is None or not tensor.numel():
             continue
-        part = local_of(tensor).cpu()  # waits for the device
+        # The host waits for the device here, once for each tensor and step.
+        local = local_of(tensor).cpu()
         if _is_full(tensor):
-            result["digests"][name] = digest(part)
+            result["digests"][name] = digest(local)
         full = expected[name]
         if tensor.shape != full.shape or tensor.dtype != full.dtype:
             result["first"] = result["first"] or _shape_difference(name, tensor, full)
             result["equal"] = False
             continue
-        # One dimension more: the real and the imaginary part
+        # A complex tensor has one more dimension, with its real and its imaginary part.
         if full.is_complex():
             block = TensorBox((*block.offsets, 0), (*block.shape, 2))
-        part = _real(part)
+        local = _real(local)
         expected_part = cut(_real(full), block)
-        result["parts"][name] = _tally(part, expected_part)
+        result["parts"][name] = _tally(local, expected_part)
         if not _is_full(tensor):
             result["offsets"][name] = list(block.offsets)
-        result["apart"] += _difference(result, name, part, expected_part, block, limit_of)
+        result["apart"] += _difference(result, name, local, expected_part, block, limit_of)
     result["apart"] = math.sqrt(result["apart"])
     result["missing"] += [name for name in expected.names if name not in names]
     return result
@@ -267,21 +272,22 @@ def _shape_difference(name: str, actual: Tensor, expected: Tensor) -> dict[str, 
 
 def _tally(part: Tensor, expected_part: Tensor) -> list[float]:
     """Sum the squares of a part, of the reference's, and their product; zeros for integers."""
-    own = 0.0
-    expected = 0.0
+    square = 0.0
+    reference_square = 0.0
     product = 0.0
     if part.is_floating_point():
         for _, a, b in _pieces(part, expected_part):
-            own = own + float(a @ a)
-            expected = expected + float(b @ b)
+            square = square + float(a @ a)
+            reference_square = reference_square + float(b @ b)
             product = product + float(a @ b)
-    return [own, expected, product]
+    return [square, reference_square, product]
 
 
 def _difference(
     result: dict[str, Any], name: str, part: Tensor, expected_part: Tensor, block: TensorBox, limit_of: LimitOf
 ) -> float:
     """Record how a part of a tensor differs, and return the squared distance."""
+    # Equal digests: the usual case, without a conversion to float64.
     if digest(part) == digest(expected_part):
         return 0.0
     result["equal"] = False
@@ -290,17 +296,17 @@ def _difference(
     size = 0.0
     error = 0.0
     allowed_square = 0.0
-    for place, a, b in _pieces(part, expected_part):
+    for span, a, b in _pieces(part, expected_part):
         errors = (a - b).abs()
-        # Inf - inf, or a nan with other bits: count it as different
+        # The difference of two infinities, or a NaN with other bits: count it as different.
         if not errors.isfinite().all():
             errors = torch.where(errors.isfinite(), errors, math.inf)
         at = int(errors.argmax())
-        worst = max(worst, (float(errors[at]), -(place.start + at)))
+        worst = max(worst, (float(errors[at]), -(span.start + at)))
         size = max(size, float(b.abs().max()))
         error += float(errors @ errors)
         if not isinstance(limit, float):
-            most = limit(place)
+            most = limit(span)
             allowed_square += float(most @ most)
     relative = worst[0] / size if size else math.inf
     if relative > result["largest"][0]:
@@ -318,21 +324,24 @@ def _difference(
 
 
 def _pieces(first: Tensor, second: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (slice, piece of the first, piece of the second) in float64, without converting a full tensor."""
+    """Yield (slice, piece of the first, piece of the second) in float64.
+
+    Converts one piece at a time, not the full tensor.
+    """
     flat_first = first.reshape(-1)
     flat_second = second.reshape(-1)
     for start in range(0, flat_first.numel(), PIECE_SIZE):
-        place = slice(start, start + PIECE_SIZE)
-        yield place, flat_first[place].double(), flat_second[place].double()
+        span = slice(start, start + PIECE_SIZE)
+        yield span, flat_first[span].double(), flat_second[span].double()
 
 
 def _place(flat: int, block: TensorBox) -> list[int]:
     """Return the index in the full tensor of an element of a block."""
-    place: list[int] = []
+    index: list[int] = []
     for start, length in zip(reversed(block.offsets), reversed(block.shape), strict=True):
         flat, within = divmod(flat, max(length, 1))
-        place.insert(0, start + within)
-    return place
+        index.insert(0, start + within)
+    return index
 
 
 def square(tensor: Tensor) -> float:
@@ -342,7 +351,10 @@ def square(tensor: Tensor) -> float:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor with real and imaginary parts as a last dimension; return others unchanged."""
+    """View a complex tensor as real numbers; return others unchanged.
+
+    The last dimension has the real and the imaginary part.
+    """
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor

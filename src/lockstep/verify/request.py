@@ -192,17 +192,16 @@ class VerifyRequest:
         if self.plant_at is not None:
             return self.plant_at - 1
         usual = min(2, self.steps - 1)
-        # Not where a resume could be mistaken for it
+        # Not at the resume, where another cause would be likely.
         return max(0, usual - (usual == self.resume))
 
     def resolved(self) -> "VerifyRequest":
         """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
-        requested, own = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
-        precision = requested or (
-            "float64" if wide else own or "float32"
-        )  # not the device's default: name what to prove
+        requested, configured = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
+        # Not the device's default: a proof names its precision.
+        precision = requested or ("float64" if wide else configured or "float32")
         off: dict[str, Any] = dict.fromkeys(SINK_FLAGS, False)
         plain = dataclasses.replace(
             self.config,
@@ -239,14 +238,19 @@ class RunSpec:
 
     @property
     def resume(self) -> int:
-        """Step before which the run is saved, ended and resumed; 0: never, as for the reference."""
+        """Step before which the run is saved, ended and resumed; 0: never.
+
+        The reference is never resumed.
+        """
         if self.reference and not self.disturbed:
             return self.request.resume
         return 0
 
 
 def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) -> list[Combination]:
-    """List every engine at every world size in ascending order; the repeated single process comes first.
+    """List every engine at every world size in ascending order.
+
+    The repeated single process comes first.
 
     A single-process engine appears once.
 
@@ -259,6 +263,7 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
     for size in world_sizes:
         if size < 1:
             raise ConfigError(f"--world-sizes {size} must be at least 1")
+    # An engine of one process ignores the world sizes.
     single = [name for name, entry in ENGINES.items() if entry.one_process]
     pairs = [(name, 1) for name in single if name in engines or name == PLAIN]
     pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
@@ -271,7 +276,9 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
 
 
 def refusal(combination: Combination, config: Config) -> str | None:
-    """Return why this combination cannot run, or None; checks only what is known before the start.
+    """Return why this combination cannot run, or None.
+
+    Checks only what is known before the start.
 
     Args:
         config: with micro-batch "auto" the model decides how a step is split, so the result is None.
@@ -285,7 +292,7 @@ def refusal(combination: Combination, config: Config) -> str | None:
 
 
 def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compiled: bool) -> list[RunSpec]:
-    """Return the spec of the single process, and in exact mode that of the compiled one.
+    """Return the spec of the single process; in exact mode also of the compiled one.
 
     Compiled and eager code give different bits.
     """
@@ -297,7 +304,10 @@ def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compi
 
 
 def disturbed_spec(request: VerifyRequest, folder: Path, fault: Fault) -> RunSpec:
-    """Return the spec of a single process with differently rounded sums, to measure the effect of rounding."""
+    """Return the spec of a single process with differently rounded sums.
+
+    It measures the effect of rounding.
+    """
     planted = fault if fault.everywhere else Fault()
     return RunSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
 
@@ -323,6 +333,7 @@ def run_spec(
         planted = fault
     else:
         planted = Fault()
+    # Inductor's kernels round differently, so a compiled run is not bitwise equal to an eager one.
     eager = combination.compiled and reference == "reference"
     tolerance = EXACT
     if combination != REFERENCE:
@@ -332,9 +343,10 @@ def run_spec(
     return RunSpec(combination.key, combination, request, folder, reference, tolerance, planted)
 
 
-_PERCENT_FROM = 1e-4  # shares from here on are shown in per cent
+# Shares from here on are shown in per cent.
+_PERCENT_FROM = 1e-4
 
-# The stages of a step in the order of comparison, and the meaning of a first difference there. The inputs of a stage
+# The stages of a step in the order of comparison, with the meaning of a first difference there. The inputs of a stage
 # are compared before it, so the first that differs is the cause.
 STAGES = {
     "determinism": "the same program gives other results when it runs again; no engine is at fault",

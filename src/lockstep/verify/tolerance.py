@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 import xxhash
 from torch import Tensor, nn
+
+# torch's dispatch modes have no public module and no annotations; the name is the same since torch 2.11.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoint.write import bytes_of
@@ -35,7 +37,8 @@ __all__ = [
 ]
 
 
-Line = tuple[str, str, list[str]]  # module, operation, digests
+# Module, operation, digests.
+Line = tuple[str, str, list[str]]
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> str:
@@ -68,6 +71,7 @@ class OperationLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[Line] = []
         self._inside: list[str] = []
+        # mypy cannot tell the type of the hooks here.
         self._model, self._hooks = model, []  # type: ignore[var-annotated]
 
     def __enter__(self) -> Self:
@@ -86,29 +90,29 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         digests = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
-        # Uninitialised memory
+        # A new tensor without values has uninitialised memory, which differs from run to run.
         if digests and not str(function).startswith(("aten.empty", "aten.new_empty")):
             self.lines.append((self._inside[-1] if self._inside else "", str(function), digests))
         return result
 
     def _leave(self) -> None:
-        # And returns None: a forward hook's value would replace the output
+        # Must return None: torch would replace the module's output by any other value.
         self._inside.pop()
 
 
 def first_unequal(first: list[Line], second: list[Line]) -> tuple[int, Line, Line] | None:
     """Return (index, line, line) of the first difference between two logs; None if they agree."""
-    for place, (line, other_line) in enumerate(zip(first, second, strict=False)):
+    for index, (line, other_line) in enumerate(zip(first, second, strict=False)):
         if list(line) != list(other_line):
-            return place, line, other_line
+            return index, line, other_line
     if len(first) == len(second):
         return None
     longer = max(first, second, key=len)
-    place = min(len(first), len(second))
+    index = min(len(first), len(second))
     ended: Line = ("", "the end", [])
     if longer is first:
-        return (place, longer[place], ended)
-    return (place, ended, longer[place])
+        return (index, longer[index], ended)
+    return (index, ended, longer[index])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -124,15 +128,24 @@ def digest(value: Tensor | bytes) -> str:
     return xxhash.xxh3_64_hexdigest(bytes_of(value) if isinstance(value, Tensor) else value)
 
 
-SAFETY = 32.0  # growth of an error through model and optimizer from step to step: the one assumption
-INNER = 16.0  # products and sums inside the model, once its weights differ in their last digits
-CEILING = 0.25  # a larger difference is never rounding
-LEAST = 4.0  # roundings in the model that are always allowed, once its weights differ
-MEASURED = 4.0  # times the measured distance: another order rounds differently
-FINE = 1e-4  # share of a gradient below which measuring is useless: an activation that flips its sign may move as much
-_SPREAD = 4.0  # share of the norm by which an element may be off whatever its tensor's size: cancelled gradients
-_KERNEL_TERMS = 4096  # terms of the longest sum inside a model, which another compiler or machine may reorder
-_TRAVEL = 2.0  # largest Adam update, in learning rates, of an element whose gradient is all rounding
+# Growth of an error through model and optimizer from step to step: the one assumption.
+SAFETY = 32.0
+# Products and sums inside the model, once its weights differ in their last digits.
+INNER = 16.0
+# A larger difference is never rounding.
+CEILING = 0.25
+# Roundings in the model that are always allowed, once its weights differ.
+LEAST = 4.0
+# Times the measured distance, since another order rounds differently.
+MEASURED = 4.0
+# Share of a gradient below which a measurement is useless: one activation that changes its sign may move as much.
+FINE = 1e-4
+# Share of the norm by which an element may be off whatever its tensor's size, because gradients may cancel.
+_SPREAD = 4.0
+# Terms of the longest sum inside a model, which another compiler or machine may reorder.
+_KERNEL_TERMS = 4096
+# Largest Adam update, in learning rates, of an element whose gradient is all rounding.
+_TRAVEL = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +176,8 @@ class Tolerance:
         """Return the allowed 2-norm of a gradient's error after `step` updates, relative to its norm."""
         most = max(self.measured[: step + 1], default=0.0)
         if most > 0.0:
-            # A few elements round the other way, and Adam may move them by a whole update; one run may show
-            # some and another none.
+            # A few elements round the other way, and Adam may move them by a whole update. One run may show
+            # some of them and another none.
             return min(self.bound(step), max(MEASURED * most, FINE + (LEAST * self.inner if step else 0.0)))
         return self.bound(step)
 
@@ -185,7 +198,9 @@ class Tolerance:
     def weights(
         self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"
     ) -> Callable[[slice], Tensor]:
-        """Return a function: slice -> largest allowed error of these elements, in float64, after the update of `step`.
+        """Return a function: slice -> largest allowed error of its elements after `step`.
+
+        The error is in float64.
 
         It uses the bound: Adam divides an element's error by the element's size, which the gradient's norm does not
         determine.
@@ -213,8 +228,9 @@ class Tolerance:
         return largest
 
     def drift(self, step: int, scales: "Scales") -> float:
-        """Return the allowed error of a weight whose gradient cancels, such as a bias before a BatchNorm.
+        """Return the allowed error of a weight whose gradient cancels.
 
+        Such as a bias before a BatchNorm.
         The loss does not depend on it, but the running mean, and so the evaluation, does.
         """
         if self.terms:
@@ -222,7 +238,7 @@ class Tolerance:
         return 0.0
 
     def _noise(self, step: int) -> float:
-        """Return the error of a gradient element that is only rounding, as a share of the gradient's norm."""
+        """Return a gradient element's error by rounding, relative to the gradient's norm."""
         return _SPREAD * self.terms * self.sums + (self.inner / 64.0 if step or self.compiled else 0.0)
 
 
@@ -272,9 +288,10 @@ def tolerance_of(
         return EXACT
     inner = unit_roundoff(coarsest)
     if config.matmul_precision != "highest" and config.device != "cpu":
-        inner = max(inner, 2.0**-11)  # TF32
+        # TF32 has 10 bits after the point, and so this unit roundoff.
+        inner = max(inner, 2.0**-11)
     terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
-    # see VerifyRequest.resolved
+    # See VerifyRequest.resolved: "auto" means float32 here.
     if config.precision == "auto":
         precision = "float32"
     else:

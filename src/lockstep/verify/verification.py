@@ -69,7 +69,9 @@ def start(
 
 
 class Executor(Protocol):
-    """Interface that runs combinations. Every rank of a job calls each method, then reads the same files.
+    """Interface that runs combinations.
+
+    Every rank of a job calls each method, then reads the same files.
 
     Attributes:
         folder: new folder that all ranks see.
@@ -104,7 +106,7 @@ def _executor_for(config: Config, scratch: str) -> Executor:
 
 @final
 class LocalExecutor:
-    """Executor that starts the processes of each world size on this machine and writes their output to `folder`."""
+    """Executor that starts the processes of each world size on this machine."""
 
     is_main = True
     world_size = 0
@@ -135,8 +137,11 @@ class TorchrunExecutor:
         self._world = world = World.join(config.device, config.timeout)
         self.is_main = world.is_main
         self.world_size = world.size
+        # All ranks: rank 0 creates the folder, and its error ends the others.
         path = on_all_ranks(world, lambda: str(_new_folder(scratch)) if world.is_main else "")
+        # All ranks, once: they read and write in rank 0's folder.
         self.folder = Path(world.gather(path)[0])
+        # All ranks: a node that does not see the folder ends the job before a run starts.
         on_all_ranks(world, lambda: _check_visible(self.folder))
 
     def run(self, specs: Sequence[RunSpec]) -> None:
@@ -154,11 +159,14 @@ class TorchrunExecutor:
         An error on a single rank ends the job: the others may be in any collective.
         """
         if one_process:
-            own = World(device=self._world.device)
-            on_all_ranks(self._world, lambda: action(own) if self.is_main else None)
+            alone = World(device=self._world.device)
+            # All ranks: the others wait while rank 0 works alone.
+            on_all_ranks(self._world, lambda: action(alone) if self.is_main else None)
         else:
             action(self._world)
-            self._world.barrier()  # collective: all ranks have written their traces
+            # All ranks: their traces are read after this, so all must be written.
+            self._world.barrier()  # collective
+        # Free this run's engine before the next run needs the memory.
         gc.collect()
 
 
@@ -214,14 +222,14 @@ class Verification:
         self._rows: dict[Combination, TableRow] = {}
         self._reference: dict[str, Any] = {}
         self._measured: tuple[float, ...] = ()
-        # Nobody asked for a cut, so one that leaves a rank idle proves nothing
+        # True if the user chose no cut of a step: then a run in which a rank is idle proves nothing.
         self._needs_work = False
 
     def table(self) -> VerifyTable:
         """Run and compare all combinations. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(combinations)
-        # A second time: the micro-batch size is known now
+        # The second check: only now is the micro-batch size known.
         self._refuse(combinations)
         table = VerifyTable(
             _title(self._request), notes=[*self._notes(), *_idle_note(combinations, self._request.config)]
@@ -229,7 +237,7 @@ class Verification:
         self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
         self._run([combination for combination in combinations if combination == REFERENCE])
         repeat = self._rows[REFERENCE]
-        # A difference of another combination could not be distinguished from this
+        # Two runs of the single process differ, so a difference of a combination would show nothing.
         if repeat.difference:
             table.notes = self._kept_notes() or [_explain(repeat.difference, self._spec(REFERENCE), self._executor)]
             table.difference = _nondeterminism(repeat.difference)
@@ -251,9 +259,10 @@ class Verification:
     def _combinations(self) -> list[Combination]:
         """List all combinations. One that cannot run here gets a row, or an error."""
         request = self._request
-        own = self._executor.world_size
-        combinations = combine(request.engines, [own] if own else request.world_sizes, request.compile)
-        if own:  # with one process, only combinations that need no launcher
+        job_size = self._executor.world_size
+        combinations = combine(request.engines, [job_size] if job_size else request.world_sizes, request.compile)
+        # With one process, only combinations that need no launcher.
+        if job_size:
             combinations = [
                 combination
                 for combination in combinations
@@ -280,7 +289,7 @@ class Verification:
             raise ConfigError(f"{reasons}; drop it, or add --skip-unavailable")
 
     def _run_reference(self, combinations: list[Combination]) -> None:
-        """Run the single process, a second time if its own cut of a step would leave a rank without work.
+        """Run the single process, and again if its cut would leave a rank without work.
 
         Raises:
             ConfigError, LockstepError: it cannot run, or fails.
@@ -288,7 +297,7 @@ class Verification:
         compiled = any(combination.compiled for combination in combinations)
         is_open = not self._request.config.micro_batch_size
         self._record_reference(compiled=compiled)
-        # The model may have decided it.
+        # The model may have chosen the micro-batch size.
         chosen = self._request.config.micro_batch_size or (
             self._request.config.batch_size // self._reference["micro_batches"]
         )
@@ -325,7 +334,10 @@ class Verification:
         return traces[0]
 
     def _run(self, combinations: list[Combination]) -> None:
-        """Add rows for combinations of one world size. After a failure, restart with the remaining ones."""
+        """Add rows for combinations of one world size.
+
+        After a failure, restart with the remaining ones.
+        """
         pending = [combination for combination in combinations if combination not in self._rows]
         while pending:
             failure = None
@@ -333,6 +345,7 @@ class Verification:
                 self._executor.run([self._spec(combination) for combination in pending])
             except RankFailure as error:
                 failure = error
+            # Runs before the failed one have traces. The first without a trace is the failed one.
             while pending:
                 combination = pending.pop(0)
                 traces = read_trace(self._executor.folder, combination.key, combination.world_size)
@@ -343,7 +356,7 @@ class Verification:
         self._check_available()
 
     def _repeat_different(self) -> None:
-        """Repeat combinations that differ: one that differs from its repeat is nondeterministic, not wrong."""
+        """Repeat combinations that differ, since one that differs from its repeat is nondeterministic."""
         if self._request.plant:
             different = []
         else:
@@ -355,11 +368,17 @@ class Verification:
             try:
                 self._executor.run([repeat])
             except RankFailure:
-                continue  # keep the first result
-            first, second = (
-                read_trace(self._executor.folder, each.key, combination.world_size) for each in (spec, repeat)
+                # Keep the first result.
+                continue
+            trace, repeated_trace = (
+                read_trace(self._executor.folder, run.key, combination.world_size) for run in (spec, repeat)
             )
-            if difference and first and second and not repeats(first, second, difference.step, spec.tolerance):
+            if (
+                difference
+                and trace
+                and repeated_trace
+                and not repeats(trace, repeated_trace, difference.step, spec.tolerance)
+            ):
                 self._rows[combination] = dataclasses.replace(
                     self._rows[combination], difference=_nondeterminism(difference)
                 )
@@ -367,17 +386,17 @@ class Verification:
     def _row(self, combination: Combination, traces: list[dict[str, Any]]) -> TableRow:
         spec = self._spec(combination)
         difference = first_difference(traces_of(spec, self._trace(spec.reference), traces))
-        parts = []
+        comparisons = []
         for trace in traces:
             for step in trace["steps"]:
-                for kind in TENSORS:
-                    if kind in step:
-                        parts.append(step[kind])
+                for tensor_type in TENSORS:
+                    if tensor_type in step:
+                        comparisons.append(step[tensor_type])
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         if difference:
             verdict = "different"
         else:
-            verdict = "equal" if all(part["equal"] for part in parts) else "close"
+            verdict = "equal" if all(comparison["equal"] for comparison in comparisons) else "close"
         if difference:
             unproved = ""
         else:
@@ -386,6 +405,7 @@ class Verification:
             unproved = _idle_ranks(traces)
         if unproved:
             return TableRow(combination, "not proved", reason=unproved)
+        # The smallest difference that the tolerance of the last step would show.
         hidden = spec.tolerance.relative(self._request.steps - 1)
         return TableRow(combination, verdict, (largest[0], largest[1]), difference, hidden=hidden)
 
@@ -407,12 +427,15 @@ class Verification:
         table.notes.append(f"against the certificate, {how}{suffix}: {result}")
 
     def _kept_notes(self) -> list[str]:
-        """Return a note on what `loss` keeps from call to call, which explains differences; [] if nothing."""
-        kept: list[str] = self._reference.get("kept", [])
-        if not kept:
+        """Return a note on what `loss` keeps between calls; [] if nothing.
+
+        Such values explain differences.
+        """
+        names: list[str] = self._reference.get("kept", [])
+        if not names:
             return []
         return [
-            f"`loss` keeps {', '.join(kept)} from call to call, each rank and each resumed run its own: compute what "
+            f"`loss` keeps {', '.join(names)} from call to call, each rank and each resumed run its own: compute what "
             "belongs to a step in `step_loss`, or use `task.step`"
         ]
 
@@ -444,6 +467,7 @@ def measured_rounding(
         LockstepError: the single process failed.
     """
     plain = tolerance_of(request.config, 2, reference["coarsest"], other_kernels=False)
+    # The bound by the dtypes is so small that a measurement is useless; see FINE.
     if plain.bound(request.steps - 1) <= FINE:
         return ()
     spec = disturbed_spec(request, executor.folder, planted)
@@ -512,12 +536,18 @@ def _idle_note(combinations: list[Combination], config: Config) -> list[str]:
 
 
 def _leaves_idle(parts: int, world_size: int) -> bool:
-    """Whether the last rank gets none of a step's micro-batches; each rank before it has the same number."""
+    """Whether the last rank gets none of a step's micro-batches.
+
+    Each rank before it has the same number.
+    """
     return -(-parts // world_size) * (world_size - 1) >= parts > 0 and world_size > 1
 
 
 def _busy_size(batch_size: int, chosen: int, worlds: list[int]) -> int:
-    """Return the largest size of a micro-batch, up to `chosen`, that gives every rank of every world work.
+    """Return the largest micro-batch size that gives every rank of every world work.
+
+    Args:
+        chosen: the upper limit.
 
     Returns:
         At least 2 samples, which BatchNorm needs; `chosen` if no such size does.
@@ -534,8 +564,8 @@ def _idle_ranks(traces: list[dict[str, Any]]) -> str:
     for trace in traces:
         slots[trace["rank"]] = [slot for step in trace["steps"] for slot in step["slots"]]
     idle = []
-    for rank, own in slots.items():
-        if not any(slot["weight"] for slot in own):
+    for rank, slots_of_rank in slots.items():
+        if not any(slot["weight"] for slot in slots_of_rank):
             idle.append(rank)
     if not idle:
         return ""
@@ -543,7 +573,9 @@ def _idle_ranks(traces: list[dict[str, Any]]) -> str:
 
 
 def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:
-    """Describe losses and gradients of the single process that are not finite, so they prove nothing.
+    """Describe losses and gradients of the single process that are not finite.
+
+    They prove nothing.
 
     Where both runs have NaN nothing was compared. A weight that is not finite shows in the next loss.
 
@@ -557,13 +589,13 @@ def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:
     wrong = {at: name for at, step in enumerate(steps) if (name := _not_finite(step))}
     if not wrong or (skips and len(wrong) < len(steps)):
         return ""
-    first = min(wrong)
-    text = f"the {wrong[first]} is not finite, first in step {first + 1}, which compares nothing"
+    first_step = min(wrong)
+    text = f"the {wrong[first_step]} is not finite, first in step {first_step + 1}, which compares nothing"
     return f"{text}: {len(steps) - len(wrong)} of {len(steps)} steps were compared"
 
 
 def _skips(config: Config) -> bool:
-    """Whether steps that are not finite are left out of the training, by the guard or by the loss scaler."""
+    """Whether the training skips steps that are not finite, by guard or loss scaler."""
     return config.guards.nonfinite == "skip" or config.precision == "fp16"
 
 
@@ -610,7 +642,7 @@ def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
         f"the task is nondeterministic in a single process, so nothing else can be compared: step {difference.number}"
     )
     states = ("data", "optimizer state", "weights", "initial weights")
-    # Or in the evaluation after the last one
+    # No step can be run again for these stages, and none for the evaluation after the last step.
     if difference.stage in states or difference.step >= spec.request.steps:
         return f"{head}, {difference.stage}, {difference.where}: {difference.text}"
     try:
@@ -618,18 +650,21 @@ def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
             executor.log_operations(spec, difference.step, name)
     except RankFailure as error:
         return f"{head}, {difference.stage}, {difference.where}; the search for the operation failed: {error}"
-    first, second = (json.loads((spec.folder / f"{name}.json").read_text("utf-8")) for name in ("one", "other"))
-    mismatch = first_unequal(first, second)
+    first_log, second_log = (json.loads((spec.folder / f"{name}.json").read_text("utf-8")) for name in ("one", "other"))
+    mismatch = first_unequal(first_log, second_log)
     if mismatch is None:
-        return f"{head}, {difference.stage}, {difference.where}; two more runs agreed in all {len(first)} operations"
-    place, (module, operation, _), (_, instead, _) = mismatch
-    place_text = f"in {module}" if module else "in the loss or its gradient"
+        return (
+            f"{head}, {difference.stage}, {difference.where}; two more runs agreed in all {len(first_log)} operations"
+        )
+    index, (module, operation, _), (_, instead, _) = mismatch
+    where = f"in {module}" if module else "in the loss or its gradient"
     if operation != instead:
-        return f"{head}: operation {place} is {operation} in one run and {instead} in another, {place_text}"
-    return f"{head}: the first different operation is {operation} (number {place} of the step), {place_text}"
+        return f"{head}: operation {index} is {operation} in one run and {instead} in another, {where}"
+    return f"{head}: the first different operation is {operation} (number {index} of the step), {where}"
 
 
-_MACHINE_FLAGS = ("device", "timeout", "save_dir", "task")  # flags that apply with --against
+# Flags that apply together with --against.
+_MACHINE_FLAGS = ("device", "timeout", "save_dir", "task")
 
 
 def run(own: argparse.Namespace) -> int:
@@ -647,7 +682,7 @@ def run(own: argparse.Namespace) -> int:
         config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
     _check_out(own.out)
     if kind_of(config.task) == OWN:
-        # Load it here first, so that an error is one line instead of a failed rank
+        # Load the task here first, so that an error is one line and not a failed rank.
         load_task(config.task)
     content = certificate.read(Path(own.against)) if own.against else None
     if content:
@@ -674,6 +709,7 @@ def run(own: argparse.Namespace) -> int:
         if table.difference and table.difference.stage == "determinism":
             summary = "two runs of the single process differ, so nothing else was compared"
         problem = DifferenceError(f"{summary}: {', '.join(wrong) or 'the certificate'}; see the table")
+        # Rank 0 prints the line; the other ranks of a job only end with the same code.
         problem.relayed = not _is_main()
         raise problem
     return 0
@@ -696,7 +732,9 @@ def _is_main() -> bool:
 
 @contextlib.contextmanager
 def _remove_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM, which `timeout` and schedulers send, end the processes and remove the files like Ctrl-C.
+    """Make SIGTERM end the processes and remove the files, like Ctrl-C.
+
+    `timeout` and schedulers send it.
 
     In a torchrun job rank 0 has the files; it notices that other ranks ended when it waits for them.
     """
@@ -704,6 +742,7 @@ def _remove_on_sigterm() -> Iterator[None]:
         yield
         return
 
+    # SystemExit runs the `finally` blocks, which the default action of SIGTERM does not.
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 

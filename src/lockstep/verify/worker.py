@@ -53,7 +53,7 @@ def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -
         with _eager_random_numbers(spec):
             trace = _trace(world, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
-        # A trace is complete, or the run failed
+        # A trace is written completely or not at all: its existence shows that the run ended on this rank.
         write_whole(path, json.dumps(trace), lasting=False)
         say()
 
@@ -88,13 +88,15 @@ def _path(folder: Path, key: str, rank: int) -> Path:
 
 @contextlib.contextmanager
 def _eager_random_numbers(spec: RunSpec) -> Iterator[None]:
-    """Make compiled code draw the random numbers of eager code, if this run is compared with an eager one."""
+    """Make compiled code draw eager random numbers, if compared with an eager run."""
     if not spec.combination.compiled or spec.reference != "reference":
         yield
         return
+    # Inductor's own random numbers differ from eager ones. The private setting (the same since torch 2.11) makes it
+    # draw those.
     with importlib.import_module("torch._inductor.config").patch(fallback_random=True):
         yield
-    # Runs compared with compiled ones are compiled normally
+    # Runs compared with compiled ones use Inductor's own random numbers: forget this compilation.
     torch.compiler.reset()
 
 
@@ -110,6 +112,7 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
         built = _build(spec, world, context, spec.key)
         if built.source:
             tensors = built.tensors()
+            # All ranks read the checkpoint that they wrote together.
             checkpoint.load(built.source, tensors, world)  # collective
             built.load_state_dict(tensors)
             del tensors
@@ -128,13 +131,17 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
         before = recorder.ended
         trace["steps"] += recorder.steps
         trace.setdefault("coarsest", recorder.dtypes.name)
-        # The model may decide them
+        # The model may have chosen the number of micro-batches.
         trace["micro_batches"] = built.config.micro_batches
         if end < request.steps:
-            place = built.place(end)
+            position = built.place(end)
             engine = spec.combination.engine
-            stream = built.batches.stream_state(end, world)  # collective for a stream
-            state = dataclasses.replace(built.state, place=place, plan=built.plan, world_size=world.size, stream=stream)
+            # All ranks, and only for a stream: where its readers are.
+            stream = built.batches.stream_state(end, world)  # collective
+            state = dataclasses.replace(
+                built.state, place=position, plan=built.plan, world_size=world.size, stream=stream
+            )
+            # All ranks write their shards.
             checkpoint.save(built.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
         elif built.evaluation:
             sets = {}
@@ -145,13 +152,16 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
         if end == request.steps and world.size == 1 and not built.config.compile:
             trace["kept"] = _kept(built)
         del built, context, recorder
-        # Free engines before the next is made or the groups are left
+        # Free the engine before the next one is built, or before the groups are left.
         gc.collect()
     return trace
 
 
 def _kept(built: RunParts) -> list[str]:
-    """Return the names of what `loss` keeps from call to call, and no checkpoint has; [] if it cannot be tried."""
+    """Return the names of values that `loss` keeps from call to call outside checkpoints.
+
+    Returns [] if the loss cannot be tried.
+    """
     task = built.task
     device = built.world.device
     if has_step_loss(task) or task.own_steps is not None:
@@ -159,13 +169,14 @@ def _kept(built: RunParts) -> list[str]:
 
     def call() -> None:
         seeder(0, "check", device)(0, 0)
-        loss_of(task)(built.engine.model, first)
+        loss_of(task)(built.engine.model, batch)
 
-    found = list[str]()
+    names = list[str]()
+    # The trial may fail for any reason; it only adds a note to the table.
     with contextlib.suppress(Exception), preserve_state(built.model, task, device, training=True):
-        ((first, _),) = built.batches.parts(0, [(0, built.batches.own_samples(0))])
-        found = unsaved_marks(marks_of(built.model, task, call), built.model, task)
-    return found
+        ((batch, _),) = built.batches.parts(0, [(0, built.batches.own_samples(0))])
+        names = unsaved_marks(marks_of(built.model, task, call), built.model, task)
+    return names
 
 
 def _run_steps(
@@ -217,21 +228,24 @@ def _seed(built: RunParts) -> Seed:
 
 
 def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> RunParts:
-    """Build the parts of the run in a folder of its own, away from the user's files."""
+    """Build the parts of the run in a folder away from the user's."""
     base = spec.request.config
     engine = spec.combination.engine
     config = dataclasses.replace(
         base,
         engine=engine,
         compile=spec.combination.compiled,
-        engine_options=options_for(engine, base.engine_options),  # drop those of other engines
+        # Options of other engines would be refused.
+        engine_options=options_for(engine, base.engine_options),
         shares=shares_for(engine, world.size, base.shares),
-        guards=dataclasses.replace(base.guards, audit=0.0),  # this run is compared in full anyway
+        # This run is compared in full anyway.
+        guards=dataclasses.replace(base.guards, audit=0.0),
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
     )
+    # All ranks: an error in the user's code on one of them ends all.
     task = on_all_ranks(world, lambda: _task(spec, config))
-    # The same cut in every run, so that random draws are the same too.
+    # The same cut in every run, so that the random draws are the same too.
     with world.together():
         return build_together(config, spec.fault.task(task, context), world, None, BuildRequest(cut=FIXED))
 
@@ -241,7 +255,7 @@ def _task(spec: RunSpec, config: Config) -> Task:
         task = make_task(config, lambda _: None)
     else:
         task = spec.request.task
-    # Two steps and one sample: from two ranks on, one rank has a slot that must not count.
+    # Two steps and one sample: with two ranks or more, one rank has a slot that must not count.
     return PreparedTask(as_task(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 
 

@@ -21,10 +21,10 @@ class TaskWrapper(Task):
 
     def __init__(self, inner: Task) -> None:
         self.inner = self._wrapped = inner
-        own = {name for kind in type(self).__mro__ if kind not in Task.__mro__ for name in vars(kind)}
-        # Only these, so that methods the task lacks are missing here too
+        overridden = {name for base in type(self).__mro__ if base not in Task.__mro__ for name in vars(base)}
+        # Copy only existing methods, so that those the task lacks are missing here too.
         for name in METHODS:
-            if name not in own and has_own(inner, name):
+            if name not in overridden and has_own(inner, name):
                 setattr(self, name, getattr(inner, name))
         for name in VALUES:
             setattr(self, name, getattr(inner, name))
@@ -37,6 +37,7 @@ class TaskWrapper(Task):
         self.switches_modes = inner.switches_modes
 
     @property
+    # The base class has a plain attribute; here it is read from the wrapped task each time.
     def live_rates(self) -> LiveRates | None:  # type: ignore[override]
         return self.inner.live_rates
 
@@ -63,15 +64,16 @@ class PreparedTask(TaskWrapper):
 
     def dataset(self, split: str) -> Any:
         data = self.inner.dataset(split)
+        # All training samples are needed: their number decides the epochs and the order.
         if split == "train":
             return data
         sets = sets_by_name(data)
         few = {}
-        for name, each in sets.items():
-            if len(each) <= self._samples:
-                few[name] = each
+        for name, data_set in sets.items():
+            if len(data_set) <= self._samples:
+                few[name] = data_set
             else:
-                few[name] = Subset(each, range(self._samples))
+                few[name] = Subset(data_set, range(self._samples))
         return few.get("", few)
 
     def collate(self, samples: list[Any]) -> Any:
@@ -171,10 +173,14 @@ class Disturbed(EngineWrapper):
         return self.inner.step(factor, limit, momentum, evaluate)
 
     def _nudges(self, gradient: Tensor) -> Tensor:
-        """Return a factor per element: 1 +- the spacing of numbers at 1 for a quarter of them, else 1."""
+        """Return a factor per element, which changes a quarter of them by a last bit.
+
+        The factor is 1 plus or minus the spacing of numbers at 1, or 1.
+        """
         choices = torch.randint(0, 8, gradient.shape, generator=self._generator, dtype=torch.int8)
         signs = (choices == 0).to(torch.int8) - (choices == 1).to(torch.int8)
-        dtype = gradient.abs().dtype  # a complex number moves along itself
+        # A complex number moves along itself.
+        dtype = gradient.abs().dtype
         return 1 + signs.to(gradient.device, dtype) * torch.finfo(dtype).eps
 
 

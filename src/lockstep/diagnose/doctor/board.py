@@ -70,7 +70,7 @@ def link_speed(root: Path, interface: str) -> float:
     folder = root / "sys/class/net" / interface
     with contextlib.suppress(OSError, ValueError):
         speed = int((folder / "speed").read_text())
-        # A virtual interface reports an arbitrary speed
+        # A virtual interface reports an arbitrary speed, and has no device.
         if speed > 0 and (folder / "device").exists():
             return speed * 1e6 / 8
     return 0.0
@@ -86,7 +86,8 @@ def infiniband(root: Path) -> list[str]:
     return ports
 
 
-_POLL = 0.005  # seconds
+# Seconds between two looks at a key.
+_POLL = 0.005
 
 
 class BoardStore(Protocol):
@@ -136,6 +137,7 @@ class Board:
         key = self._key(name, rank)
         deadline = time.monotonic() + seconds
         while True:
+            # Check first: torch's `get` would block for its whole timeout.
             if self._store.check([key]):
                 return json.loads(self._store.get(key))
             if time.monotonic() >= deadline:
@@ -152,6 +154,7 @@ class Board:
         for rank in self._ranks():
             if rank == self._rank:
                 continue
+            # A rank that has missed one value is not waited for again.
             if rank in self.missing:
                 remaining = 0.0
             else:

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 
-_WIDE = 100  # columns at least
+# Least columns of the table.
+_WIDE = 100
 _COLORS = {OK: "green", SKIP: "dim", WARN: "yellow", FAIL: "bold red"}
 
 
@@ -63,7 +64,7 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def _summary(report: DoctorReport) -> str:
-    """The last line of the report."""
+    """Return the last line of the report."""
     counts = {level: sum(line.level == level for line in report.lines) for level in (OK, SKIP, WARN, FAIL)}
     return f"{counts[OK]} ok, {counts[SKIP]} skip, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
 
@@ -88,8 +89,10 @@ def _mask_text(value: Any) -> Any:
     return value
 
 
-_WAIT_RANGE = (1.0, 50.0)  # seconds, so that the whole stays within a minute
-_TASK_OPTIONS = ("task", "model_name", "dataset_name")  # with one of these set, the task is tried too
+# Seconds, so that the whole stays within a minute.
+_WAIT_RANGE = (1.0, 50.0)
+# With one of these options set, the task is tried too.
+_TASK_OPTIONS = ("task", "model_name", "dataset_name")
 
 
 def run(own: argparse.Namespace) -> int:
@@ -103,17 +106,19 @@ def run(own: argparse.Namespace) -> int:
         raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAIT_RANGE[0]:g} to {_WAIT_RANGE[1]:g} seconds")
     values = cli.collect_options(vars(own))
     config = cli.build(cli.apply_preset(values))
-    place = place_of(config, with_task=any(values.get(name) for name in _TASK_OPTIONS), patience=own.wait)
-    place.told = values
+    context = place_of(config, with_task=any(values.get(name) for name in _TASK_OPTIONS), patience=own.wait)
+    context.told = values
     console = Console()
-    silent = own.json and place.rank == 0
+    silent = own.json and context.rank == 0
     redirect = contextlib.redirect_stdout(sys.stderr) if own.json else contextlib.nullcontext()
-    with redirect:  # the task's own output
-        report = examine(place, lambda line: None if silent else _print_finding(line, place, console))
-    if place.rank == 0:
+    # The task's own output goes to stderr.
+    with redirect:
+        report = examine(context, lambda line: None if silent else _print_finding(line, context, console))
+    if context.rank == 0:
         _show(report, console, as_object=own.json)
-    code = _exit_code(report, place)
-    if report.hung:  # a thread that hangs would keep the process
+    code = _exit_code(report, context)
+    # A thread that hangs would keep the process alive.
+    if report.hung:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -122,7 +127,7 @@ def run(own: argparse.Namespace) -> int:
 
 def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContext:
     """Return this process's context from the launcher's variables; alone if they are invalid."""
-    # The check of the variables reports it
+    # The check of the variables reports the error.
     with contextlib.suppress(ConfigError):
         read_starter(os.environ)
     parsed = numbers(os.environ)
@@ -144,7 +149,8 @@ def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContex
 def _print_finding(line: Line, place: CheckContext, console: Console) -> None:
     if place.rank == 0:
         _print_line(line, console)
-    else:  # it is alone: rank 0 does not receive this
+    else:
+        # The rank is alone: rank 0 does not receive this line.
         print(f"rank {place.rank} on {place.host}: {line}", file=sys.stderr, flush=True)
 
 
@@ -171,5 +177,6 @@ def _exit_code(report: DoctorReport, place: CheckContext) -> int:
     problem.relayed = place.rank != 0 and not report.alone
     if not report.hung:
         raise problem
-    failures.report(problem)  # a launcher trusts the code only with a note
+    # A launcher trusts a reserved code only with a note.
+    failures.report(problem)
     return problem.exit_code

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 
+# Least value of each variable, also its default.
 _NUMBERS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 _NAME = "variables"
 _START = "start with `lockstep launch --nproc-per-node N -- ...` or torchrun, which set them all"
@@ -67,6 +68,7 @@ def _describe_variable(place: CheckContext) -> str:
     return f"RANK, LOCAL_RANK, WORLD_SIZE {place.size} and MASTER_ADDR are consistent"
 
 
+# One check after the other, each with its own way out: splitting would hide their order.
 def _launcher_findings(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
     environ = place.environ
     wrong = False
@@ -109,7 +111,7 @@ def _launcher_findings(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         yield fail(_NAME, f"MASTER_PORT is '{port}'", "give a number from 1 to 65535, the same on all nodes")
     ranks = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
-    # A single device may be this process's own
+    # If only one device is visible, it may be this process's own.
     if 1 < place.devices < ranks and place.config.device != "cpu":
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         mend = f"start at most {place.devices} processes on this node, or make one device visible to each"
@@ -165,7 +167,7 @@ def _interface_findings(place: CheckContext) -> Iterator[Finding]:
     available = interfaces(place.root)
     environ = place.environ
     listing = ", ".join(sorted(available)) or "none"
-    for name in [each for each in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]:
+    for name in [entry for entry in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if entry]:
         if name not in available:
             text = f"GLOO_SOCKET_IFNAME is '{name}': no such interface"
             yield fail("settings", text, f"use the full name of one of {listing}")
@@ -187,7 +189,7 @@ def _advice_findings(place: CheckContext) -> Iterator[Finding]:
         yield warn("settings", f"{advice.name}={place.environ[advice.name]} {advice.effect}", advice.remedy)
 
 
-# These differ by rank legitimately, or only identify the launcher.
+# These variables differ by rank legitimately, or only identify the launcher.
 _PER_RANK = {
     *(
         "RANK",
@@ -222,6 +224,7 @@ def versions(place: CheckContext) -> CheckResult:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lockstep": lockstep.__version__,
+        # torch has no type for this call.
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "",  # type: ignore[no-untyped-call]
         "cuda": torch.version.cuda or "",
         "lockstep's code": _digest(sorted(Path(lockstep.__file__).parent.rglob("*.py"))),
@@ -257,12 +260,12 @@ def _config_digest(place: CheckContext) -> str:
 
 def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Name the ranks whose versions, code or configuration differ from the majority's."""
-    by_rank = {rank: each["versions"] for rank, each in enumerate(facts) if each is not None}
+    by_rank = {rank: fact["versions"] for rank, fact in enumerate(facts) if fact is not None}
     if not by_rank:
         return []
     findings = []
     for name in next(iter(by_rank.values())):
-        odd, usual = _minority({rank: each[name] for rank, each in by_rank.items()})
+        odd, usual = _minority({rank: fact[name] for rank, fact in by_rank.items()})
         for rank in odd:
             is_digest = name in _REMEDIES
             if is_digest:
@@ -271,14 +274,14 @@ def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
                 text = f"{place.who(rank)} has {name} {by_rank[rank][name] or 'none'}"
             text += "" if is_digest else f", the others {usual or 'none'}"
             findings.append(fail("versions", text, _REMEDIES.get(name, f"install the same {name} on all nodes")))
-    first = next(iter(by_rank.values()))
-    summary = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "lockstep"))
+    versions_of_rank = next(iter(by_rank.values()))
+    summary = ", ".join(f"{name} {versions_of_rank[name]}" for name in ("python", "torch", "lockstep"))
     findings = findings or [ok("versions", f"{summary}{', on all ranks' if len(by_rank) > 1 else ''}")]
     return findings + _device_findings(facts, place)
 
 
 def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
-    devices = [[each["name"], each["memory"]] for each in facts if each is not None]
+    devices = [[fact["name"], fact["memory"]] for fact in facts if fact is not None]
     if len(devices) == len(facts):
         difference = describe_unequal_devices(devices)
     else:
@@ -291,29 +294,29 @@ def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _minority(values: dict[int, Any]) -> tuple[list[int], Any]:
-    """The ranks that differ from the majority, and its value; rank 0 wins ties."""
+    """Return the ranks that differ from the majority, and its value; rank 0 wins ties."""
     counts = Counter(values.values())
-    first = values[min(values)]
-    usual = max(counts, key=lambda value: (counts[value], value == first))
+    value_of_first = values[min(values)]
+    usual = max(counts, key=lambda value: (counts[value], value == value_of_first))
     return [rank for rank, value in values.items() if value != usual], usual
 
 
 def same_settings(place: CheckContext) -> CheckResult:
     """Collect the variables that control torch, NCCL and gloo, without secrets."""
     variables, _ = split_environment(place.environ)
-    own = {}
+    masked = {}
     for name, value in variables.items():
         if name not in _PER_RANK and not name.startswith("TORCHELASTIC_"):
-            own[name] = mask(value)
-    return CheckResult([], own)
+            masked[name] = mask(value)
+    return CheckResult([], masked)
 
 
 def judge_settings(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Name the ranks with a variable that the others lack or set differently."""
-    by_rank = {rank: each for rank, each in enumerate(facts) if each is not None}
+    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
     findings = []
-    for name in sorted({name for each in by_rank.values() for name in each}):
-        odd, usual = _minority({rank: each.get(name) for rank, each in by_rank.items()})
+    for name in sorted({name for fact in by_rank.values() for name in fact}):
+        odd, usual = _minority({rank: fact.get(name) for rank, fact in by_rank.items()})
         findings += [
             warn(
                 "same settings",

@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 
-_INSTANT = 8.0  # seconds for instant checks: a machine may be busy
+# Seconds for instant checks: a machine may be busy.
+_INSTANT = 8.0
 _LAUNCHER = Check("variables", variables.launcher, _INSTANT)
 
 _NETWORK_REMEDY = "look at the network between the nodes: interfaces, firewall, `ip -s link`"
@@ -71,8 +72,11 @@ CHECKS = (
     ),
 )
 
-_LIMIT = 58.0  # seconds in all
-_REPLY = 3.0  # seconds for the other ranks' results after the time limit
+# Seconds in all.
+_LIMIT = 58.0
+# Seconds for the other ranks' results after the time limit.
+_REPLY = 3.0
+# Seconds for the other ranks to finish.
 _END = 3.0
 
 
@@ -141,6 +145,7 @@ def examine(place: CheckContext, say: Callable[[Line], None], checks: Sequence[C
     return report
 
 
+# The loop over the checks, whose order and skipping belong in one place.
 def _examine(  # noqa: C901
     place: CheckContext, report: DoctorReport, say: Callable[[Line], None], checks: Sequence[Check], deadline: float
 ) -> None:
@@ -150,17 +155,18 @@ def _examine(  # noqa: C901
             for line in lines:
                 say(line)
 
-    first, _ = within(_LAUNCHER, place, _LAUNCHER.seconds)
+    launcher_result, _ = within(_LAUNCHER, place, _LAUNCHER.seconds)
     meeting, report.hung = _meet(place)
     report.alone = place.alone = meeting.board is None
     place.board = meeting.board or Board(None, place.rank, 1)
-    emit(_lines(_gather(_LAUNCHER, first, place, report.alone, deadline), place, report.alone))
+    emit(_lines(_gather(_LAUNCHER, launcher_result, place, report.alone, deadline), place, report.alone))
     emit([_line(finding) for finding in meeting.findings])
     for check in checks:
         remaining = deadline - time.monotonic()
         if remaining < 1.0:
             emit([_line(skip(check.name, "out of time: see above which check took so long"))])
             continue
+        # Rank 0 decides whether ranks may wait for each other, so that none waits alone.
         if check.together and (report.alone or not _all_here(check, place)):
             if place.rank == 0:
                 if place.board.missing or report.alone:
@@ -173,14 +179,14 @@ def _examine(  # noqa: C901
         report.hung |= hung
         until = min(deadline, time.monotonic() + check.seconds) + _REPLY
         results = _gather(check, result, place, report.alone, until, hung=hung)
-        if check.together and any(_groups_unusable(check, each) for each in results):
+        if check.together and any(_groups_unusable(check, result_of_rank) for result_of_rank in results):
             place.broken = True
         lines = _lines(results, place, report.alone)
         if check.judge is not None and (place.rank == 0 or report.alone):
             facts = []
-            for each in results:
-                if each:
-                    facts.append(each["facts"])
+            for result_of_rank in results:
+                if result_of_rank:
+                    facts.append(result_of_rank["facts"])
                 else:
                     facts.append(None)
             if report.alone:
@@ -189,7 +195,7 @@ def _examine(  # noqa: C901
             if check.name == "versions":
                 report.ranks = _rows(facts)
         emit(_drop_ok_lines(lines))
-    # Surplus ranks may arrive at any time
+    # Surplus ranks may arrive at any time, so look for them last.
     if place.rank == 0 and not report.alone:
         emit([_line(finding) for finding in surplus(place.board, place)])
     _leave(place, report.alone)
@@ -217,26 +223,29 @@ def _groups_unusable(check: Check, each: dict[str, Any] | None) -> bool:
 def _gather(
     check: Check, result: CheckResult, place: CheckContext, alone: bool, until: float, *, hung: bool = False
 ) -> list[dict[str, Any] | None]:
-    """Gather each rank's result; None for one that sends nothing. A rank that is alone has only its own."""
-    own = {
+    """Gather each rank's result; None for one that sends nothing.
+
+    A rank that is alone has only its own.
+    """
+    entry = {
         "findings": [[finding.check, finding.level, finding.text, finding.mend] for finding in result.findings],
         "facts": result.facts,
         "hung": hung,
     }
     if alone or place.board is None:
-        return [own]
+        return [entry]
     before = set(place.board.missing)
-    results = place.board.gather(f"found/{check.name}", own, max(_REPLY, until - time.monotonic()))
+    results = place.board.gather(f"found/{check.name}", entry, max(_REPLY, until - time.monotonic()))
     missing = sorted(place.board.missing - before)
     if missing and place.rank == 0:
         text = f"no result from {', '.join(place.who(rank) for rank in missing)}"
         mend = "see the output of that rank: it exited, or hangs"
-        own["findings"].append([check.name, FAIL, text, mend])
+        entry["findings"].append([check.name, FAIL, text, mend])
     return results
 
 
 def _all_here(check: Check, place: CheckContext) -> bool:
-    """Rank 0's decision, the same everywhere, whether ranks may wait for each other."""
+    """Return rank 0's decision whether ranks may wait for each other."""
     board = place.board
     assert board is not None
     if place.size == 1:
@@ -250,8 +259,8 @@ def _all_here(check: Check, place: CheckContext) -> bool:
 def _lines(results: list[dict[str, Any] | None], place: CheckContext, alone: bool) -> list[Line]:
     """Make one line of equal findings of several ranks."""
     ranks_by_finding: dict[tuple[str, str, str, str], list[int]] = {}
-    for rank, each in enumerate(results):
-        for finding in each["findings"] if each else ():
+    for rank, result in enumerate(results):
+        for finding in result["findings"] if result else ():
             ranks_by_finding.setdefault(tuple(finding), []).append(place.rank if alone else rank)
     lines = []
     for (check, level, text, mend), ranks in ranks_by_finding.items():
@@ -292,7 +301,7 @@ def _drop_ok_lines(lines: list[Line]) -> list[Line]:
 
 
 def _rows(facts: list[Any]) -> list[dict[str, Any]]:
-    return [{"rank": rank, **each} for rank, each in enumerate(facts) if each]
+    return [{"rank": rank, **fact} for rank, fact in enumerate(facts) if fact]
 
 
 def _leave(place: CheckContext, alone: bool) -> None:
@@ -312,10 +321,10 @@ def _nccl_log(place: CheckContext) -> Iterator[None]:
     if not place.devices or place.size == 1 or place.environ.get("NCCL_DEBUG_FILE") or place.environ is not os.environ:
         yield
         return
-    own = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
-    before = {name: os.environ.get(name) for name in (*own, "NCCL_DEBUG_FILE")}
+    variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
+    before = {name: os.environ.get(name) for name in (*variables, "NCCL_DEBUG_FILE")}
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
-        os.environ |= {**own, "NCCL_DEBUG_FILE": str(Path(folder) / "nccl.%h.%p")}
+        os.environ |= {**variables, "NCCL_DEBUG_FILE": str(Path(folder) / "nccl.%h.%p")}
         try:
             yield
         finally:

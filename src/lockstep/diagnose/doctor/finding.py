@@ -46,8 +46,8 @@ class Finding:
 
     Attributes:
         check: the name in front of it.
-        level: OK; SKIP: it was not run, and the text says why; WARN: it may hurt, or cost time; FAIL: training will
-            fail, hang or be wrong.
+        level: OK; SKIP: it was not run, for the reason in the text; WARN: it may hurt, or cost time; FAIL: training
+            will fail, hang or be wrong.
         text: the fact, with its place if that is not the reporting rank.
         mend: the remedy; "" for OK and SKIP.
     """
@@ -178,7 +178,8 @@ class Check:
     stuck: str = "check what it waits for"
 
 
-_BUFFER = 4 * 2**20  # NCCL's default
+# NCCL's default, in bytes.
+_BUFFER = 4 * 2**20
 _DEBUGGING = "unset it unless you are debugging with it"
 
 
@@ -307,12 +308,16 @@ _TABLE = (
 
 def advice_on(place: CheckContext) -> list[Advice]:
     """Return the advice that applies to this rank's environment."""
-    return [each for each in _TABLE if each.name in place.environ and each.applies(place.environ[each.name], place)]
+    return [
+        advice
+        for advice in _TABLE
+        if advice.name in place.environ and advice.applies(place.environ[advice.name], place)
+    ]
 
 
 def page_rows() -> list[str]:
     """Format the table for docs/network-variables.md."""
-    return [f"| `{each.name}` | {each.values} | {each.effect} | {each.remedy} |" for each in _TABLE]
+    return [f"| `{advice.name}` | {advice.values} | {advice.effect} | {advice.remedy} |" for advice in _TABLE]
 
 
 def chosen(pattern: str, available: list[str]) -> list[str]:
@@ -321,7 +326,9 @@ def chosen(pattern: str, available: list[str]) -> list[str]:
     text = pattern.removeprefix("^")
     exact = text.startswith("=")
     text = text.removeprefix("=")
-    names = [part for part in text.split(",") if part]
+    names = [entry for entry in text.split(",") if entry]
     return [
-        name for name in available if any(name == part if exact else name.startswith(part) for part in names) != exclude
+        name
+        for name in available
+        if any(name == entry if exact else name.startswith(entry) for entry in names) != exclude
     ]

@@ -21,15 +21,19 @@ __all__ = [
 ]
 
 
+# NVRM is the prefix of the NVIDIA driver in the kernel log.
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
+# Most NVLinks of a device, NVML_NVLINK_MAX_LINKS of nvml.h.
 _NVLINKS = 18
-_SLOWDOWNS = {  # bits of the clocks' event reasons, of nvml.h, that hold a device back
+# Bits of the clocks' event reasons, of nvml.h, that slow a device down.
+_SLOWDOWNS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
+# Values of nvmlGpuTopologyLevel_t, of nvml.h.
 _TOPOLOGY = {
     0: "one board",
     10: "one PCIe switch",
@@ -50,7 +54,7 @@ class Gpu:
 
     Attributes:
         memory, used: bytes.
-        processes: (process, bytes) of those that use memory, as far as the driver shows them to a container.
+        processes: (process, bytes) of those that use memory; in a container the driver may hide some.
         ecc: uncorrected errors since the driver was loaded; None: not counted.
         remap_pending, remap_failed: rows of defective memory wait for a reset to be remapped, or could not be.
         clock, clock_limit: MHz of the multiprocessors now, and at most.
@@ -162,7 +166,7 @@ def _text(value: Any) -> str:
 
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
-    """Existing NVLinks that are not up; none if no link is up."""
+    """Return existing NVLinks that are not up; [] if no link is up."""
     states = {link: ask("nvmlDeviceGetNvLinkState", link) for link in range(_NVLINKS)}
     up = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
     return [link for link, state in states.items() if up and state is not None and link not in up]
@@ -192,7 +196,8 @@ def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
                 chunks.append(os.read(handle, 8192).decode("utf-8", "replace"))
                 if not chunks[-1]:
                     break
-        except OSError:  # no more lines
+        except OSError:
+            # There are no more lines.
             pass
         finally:
             os.close(handle)
@@ -200,8 +205,10 @@ def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
 
 
 _CHECKS = "memory errors (ECC, Xid), clocks and power, NVLink and PCIe, foreign processes"
-_FOREIGN = 512 << 20  # bytes that a device may hold without one of the run's processes: contexts, displays
-_FATAL_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}  # Xid of memory, links and lost devices
+# Bytes that a device may have in use without one of the run's processes: contexts, displays.
+_FOREIGN = 512 << 20
+# Xids of memory, links and lost devices.
+_FATAL_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}
 _RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if it recurs, replace the device"
 
 
@@ -273,10 +280,11 @@ def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
 
 def judge_gpus(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Find processes outside this run that use its devices' memory; report each device once."""
-    pids = {each["pid"] for each in facts if each}
+    pids = {fact["pid"] for fact in facts if fact}
     findings, uuids = [], set[str]()
-    for rank, each in enumerate(facts):
-        for index, name, memory_used, processes, uuid in each["gpus"] if each else []:
+    for rank, fact in enumerate(facts):
+        for index, name, memory_used, processes, uuid in fact["gpus"] if fact else []:
+            # Several ranks of a node may have queried the same device.
             if uuid and uuid in uuids:
                 continue
             uuids.add(uuid)

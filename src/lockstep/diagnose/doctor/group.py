@@ -65,7 +65,8 @@ def meet(place: CheckContext) -> Met:
     """Connect to the ranks' store, register, and wait for the others up to `place.patience` seconds."""
     if place.size == 1 and "WORLD_SIZE" not in place.environ:
         return Met(Board(None, 0, 1))
-    if place.lost:  # it would register as another rank
+    # Without valid variables it would register as another rank.
+    if place.lost:
         return Met()
     deadline = time.monotonic() + place.patience
     host, port, external = meeting_point()
@@ -93,6 +94,7 @@ def meet(place: CheckContext) -> Met:
     start = place.environ.get(ROUND_VARIABLE) or place.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     board = Board(store, place.rank, place.size, f"lockstep/doctor/{start}")
     me = {"rank": place.rank, "host": place.host, "pid": os.getpid(), "size": place.size, "local": place.local_size}
+    # Two processes with one RANK both count, so the second one notices it.
     number = board.count(f"here/{place.rank}")
     if number > 1:
         board.note(f"twice/{place.rank}", me)
@@ -100,7 +102,7 @@ def meet(place: CheckContext) -> Met:
         return Met(findings=[fail(_NAME, text, "give each process its own RANK; one launcher per node sets it")])
     board.note(f"arrived/{board.count('arrived')}", me)
     arrivals = board.gather("here", me, max(0.5, deadline - time.monotonic()))
-    place.hosts = [each["host"] if each else "" for each in arrivals]
+    place.hosts = [arrival["host"] if arrival else "" for arrival in arrivals]
     return Met(board, list(_arrival_findings(arrivals, board, place)) if place.rank == 0 else [])
 
 
@@ -111,7 +113,10 @@ def _cannot_listen(error: ConfigError, port: int, place: CheckContext) -> Findin
 
 
 def _holder(port: int, root: Path = Path("/")) -> str:
-    """The process that listens on a port: `python, process 417`; "" if unknown."""
+    """Return the process that listens on a port; "" if unknown.
+
+    Such as `python, process 417`.
+    """
     inodes = set()
     for table in ("proc/net/tcp", "proc/net/tcp6"):
         try:
@@ -119,6 +124,7 @@ def _holder(port: int, root: Path = Path("/")) -> str:
         except OSError:
             continue
         for words in map(str.split, lines):
+            # 0A is the state LISTEN; the address ends with the port in hexadecimal.
             if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{words[9]}]")
     for link in (root / "proc").glob("[0-9]*/fd/*") if inodes else ():
@@ -133,22 +139,22 @@ def _holder(port: int, root: Path = Path("/")) -> str:
 
 
 def _arrival_findings(arrivals: list[Any], board: Board, place: CheckContext) -> list[Finding]:
-    """Rank 0's findings about the connected ranks."""
+    """Return rank 0's findings about the connected ranks."""
     findings = []
-    missing = [rank for rank, each in enumerate(arrivals) if each is None]
+    missing = [rank for rank, arrival in enumerate(arrivals) if arrival is None]
     if missing:
-        connected = sorted({each["host"] for each in arrivals if each})
+        connected = sorted({arrival["host"] for arrival in arrivals if arrival})
         several = len(missing) > 1
         ranks = f"rank{'s' * several} {format_ranges(missing)}"
         text = f"{ranks} of {place.size} did not connect within {place.patience:.0f} s"
         text += f"; connected hosts: {', '.join(connected)}"
         mend = "check that its launcher was started with this MASTER_ADDR and MASTER_PORT, and see the output of its "
         findings.append(fail(_NAME, text, mend + "own doctor; for a slow start give --wait 50"))
-    for rank, each in enumerate(arrivals):
-        if each and each["size"] != place.size:
-            text = f"{place.who(rank)} has WORLD_SIZE {each['size']}, but rank 0 has {place.size}"
+    for rank, arrival in enumerate(arrivals):
+        if arrival and arrival["size"] != place.size:
+            text = f"{place.who(rank)} has WORLD_SIZE {arrival['size']}, but rank 0 has {place.size}"
             findings.append(fail(_NAME, text, _SAME_FLAGS))
-    hosts = sorted({each["host"] for each in arrivals if each})
+    hosts = sorted({arrival["host"] for arrival in arrivals if arrival})
     if len(hosts) < 5:
         location = f"on {', '.join(hosts)}"
     else:
@@ -166,9 +172,9 @@ def surplus(board: Board, place: CheckContext) -> list[Finding]:
         arrivals.append(arrival)
     for rank in range(place.size):
         twice = board.noted(f"twice/{rank}")
-        first = board.of("here", rank)
-        if twice and first:
-            both = " and ".join(f"process {arrival['pid']} on {arrival['host']}" for arrival in (first, twice))
+        earlier = board.of("here", rank)
+        if twice and earlier:
+            both = " and ".join(f"process {arrival['pid']} on {arrival['host']}" for arrival in (earlier, twice))
             text = f"rank {rank} connected twice: {both}"
             findings.append(fail(_NAME, text, "give each node its own --node-rank, and each process its own RANK"))
     for arrival in arrivals:
@@ -179,12 +185,15 @@ def surplus(board: Board, place: CheckContext) -> list[Finding]:
     return findings
 
 
-_FORM_LIMIT = 15.0  # seconds
-_LENGTHS = {"gloo": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "nccl": (1 << 10, 1 << 18, 1 << 22, 1 << 26)}  # float32
-# of each size; seconds that the next size may take
+# Seconds for the groups to form.
+_FORM_LIMIT = 15.0
+# Lengths of the messages, in float32 elements.
+_LENGTHS = {"gloo": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "nccl": (1 << 10, 1 << 18, 1 << 22, 1 << 26)}
+# Repeats of each size, and seconds that the next size may take.
 _REPEATS = 5
 _TIME_LIMIT = 1.5
-_SHARE = {"gloo": 0.15, "nccl": 0.4}  # share of the link's rate to expect; gloo copies through the processor
+# Share of the link's rate to expect; gloo copies through the processor.
+_SHARE = {"gloo": 0.15, "nccl": 0.4}
 
 
 def group(place: CheckContext) -> CheckResult:
@@ -204,7 +213,8 @@ def _backends(world: World) -> list[tuple[str, torch.device, Any]]:
     """List (name, device of its tensors, group) of each backend."""
     backends: list[tuple[str, torch.device, Any]] = [("gloo", torch.device("cpu"), world.control)]
     if world.device.type == "cuda":
-        backends.append(("nccl", world.device, None))  # the default group's
+        # The default group has the NCCL backend.
+        backends.append(("nccl", world.device, None))
     return backends
 
 
@@ -217,7 +227,7 @@ def own(rank: int) -> list[float]:
 
 
 def _expected(size: int) -> list[float]:
-    """The sum of the contributions of `size` ranks."""
+    """Return the sum of the contributions of `size` ranks."""
     return [sum(column) for column in zip(*map(own, range(size)), strict=True)]
 
 
@@ -229,12 +239,14 @@ def sums(place: CheckContext) -> CheckResult:
     facts = {}
     for name, device, ranks in _backends(world):
         contribution = torch.tensor(own(world.rank), dtype=torch.float64, device=device)
-        each = [torch.zeros_like(contribution) for _ in range(world.size)]
-        dist.all_gather(each, contribution, group=ranks)  # collective
+        contributions = [torch.zeros_like(contribution) for _ in range(world.size)]
+        # All ranks: what each received from every other one shows which link is wrong.
+        dist.all_gather(contributions, contribution, group=ranks)  # collective
         total = contribution.clone()
+        # All ranks: the sum that training relies on.
         dist.all_reduce(total, group=ranks)  # collective
-        # Waits for the device
-        facts[name] = {"total": total.tolist(), "each": [row.tolist() for row in each]}
+        # The host waits for the device here, once for each backend.
+        facts[name] = {"total": total.tolist(), "each": [row.tolist() for row in contributions]}
     return CheckResult([], facts)
 
 
@@ -242,16 +254,18 @@ def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compare each rank's result with the expected one."""
     findings = []
     expected = _expected(place.size)
-    names = {name for each in facts if each for name in each}
+    names = {name for result in facts if result for name in result}
     for name in sorted(names):
-        wrong = {rank: each[name] for rank, each in enumerate(facts) if each and each[name]["total"] != expected}
-        for rank, each in wrong.items():
-            odd = [peer for peer, value in enumerate(each["each"]) if value != own(peer)]
-            total = each["total"][0]
+        wrong = {
+            rank: result[name] for rank, result in enumerate(facts) if result and result[name]["total"] != expected
+        }
+        for rank, result in wrong.items():
+            odd = [peer for peer, value in enumerate(result["each"]) if value != own(peer)]
+            total = result["total"][0]
             text = f"{name}: the sum over all ranks is {total:g} on {place.who(rank)}, expected {expected[0]:g}"
             if odd:
                 text += (
-                    f"; it received {each['each'][odd[0]][0]:g} from {place.who(odd[0])}, expected {own(odd[0])[0]:g}"
+                    f"; it received {result['each'][odd[0]][0]:g} from {place.who(odd[0])}, expected {own(odd[0])[0]:g}"
                 )
             mend = "check the link and the device there: NCCL_DEBUG=INFO (`lockstep launch --nccl-debug`), dmesg"
             findings.append(fail("sum", text, mend))
@@ -273,13 +287,18 @@ def bandwidth(place: CheckContext) -> CheckResult:
             seconds = []
             for _ in range(1 + _REPEATS):
                 data.fill_(1.0)
+                # The device must be idle before the clock starts.
                 _synchronize(device)
+                # All ranks start at the same time, or one would measure another's delay.
                 world.barrier()  # collective
                 began = time.perf_counter()
+                # All ranks, timed: the message of this size.
                 dist.all_reduce(data, group=ranks)  # collective
+                # The host waits for the device here: the collective's time is measured.
                 _synchronize(device)
                 seconds.append(time.perf_counter() - began)
             times[str(4 * length)] = statistics.median(seconds[1:])
+            # All ranks: the slowest one decides whether to go on, so that all stop together.
             slowest = max(world.gather(times[str(4 * length)]))  # collective
             if slowest * 4 * (1 + _REPEATS) > _TIME_LIMIT:
                 break
@@ -292,23 +311,25 @@ def bandwidth(place: CheckContext) -> CheckResult:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # waits for the device
+        # The host waits for the device, before and after each timed collective.
+        torch.cuda.synchronize(device)
 
 
 def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compare the largest message's rate with the slowest link's."""
-    answers = [each for each in facts if each]
+    answers = [answer for answer in facts if answer]
     if not answers:
         return []
     findings = []
-    links = [each["link"] for each in answers]
+    links = [answer["link"] for answer in answers]
     link = min(links) if all(links) and place.several_nodes else 0.0
     for name in ("gloo", "nccl"):
         times = answers[0].get(name)
         if not times:
             continue
         sizes = sorted(map(int, times))
-        least, most = (max(each[name][str(size)] for each in answers) for size in (sizes[0], sizes[-1]))
+        least, most = (max(answer[name][str(size)] for answer in answers) for size in (sizes[0], sizes[-1]))
+        # A ring sends 2 (n - 1) / n of the bytes over each link.
         rate = 2 * (place.size - 1) / place.size * sizes[-1] / most
         text = f"{name}: {1e3 * least:.2g} ms for {bytes_text(sizes[0])}"
         text += f", {bytes_text(rate)}/s at {bytes_text(sizes[-1])}"
@@ -341,12 +362,12 @@ def transport(place: CheckContext) -> CheckResult:
 
 
 def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Check that NCCL avoids sockets if InfiniBand is up, alike on all ranks."""
-    by_rank = {rank: each for rank, each in enumerate(facts) if each}
+    """Check that NCCL avoids sockets if InfiniBand is up, the same on all ranks."""
+    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact}
     if not by_rank:
         return [skip("transport", "no NCCL here; with CUDA devices: its interface and transport, from its own log")]
     findings = []
-    chosen = {rank: NcclChoice(**each["chosen"]) for rank, each in by_rank.items()}
+    chosen = {rank: NcclChoice(**fact["chosen"]) for rank, fact in by_rank.items()}
     for rank, choice in chosen.items():
         ports = by_rank[rank]["infiniband"]
         if ports and choice.network == "Socket" and place.several_nodes:
@@ -360,5 +381,5 @@ def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
         findings.append(
             fail("transport", f"NCCL uses different networks: {listing}", "set NCCL_NET, or fix the node that differs")
         )
-    first = chosen[min(chosen)]
-    return findings or [ok("transport", f"NCCL {first}")]
+    choice_of_first_rank = chosen[min(chosen)]
+    return findings or [ok("transport", f"NCCL {choice_of_first_rank}")]

@@ -45,18 +45,22 @@ __all__ = [
 ]
 
 
+# Bytes to write in a measurement, and at a time.
 _SIZE = 16 << 20
 _PIECE = 1 << 20
-_SLOW = 5e6  # bytes a second, written and synced: a checkpoint of 1 GB takes minutes
-_LEAST = 1 << 30  # bytes free where the model is not known
-_MAX_OFFSET = 2.0  # seconds
+# Bytes a second, written and synced: at this rate a checkpoint of 1 GB takes minutes.
+_SLOW = 5e6
+# Bytes to be free if the model is not known.
+_LEAST = 1 << 30
+# Seconds that two clocks may differ.
+_MAX_OFFSET = 2.0
 STUCK = "the server of a network folder may be down (`df` hangs too); give another --save-dir"
 
 
 def above(place: CheckContext) -> Path:
     """Return the nearest existing folder, at the run's folder or above it."""
     path = RunFolder(place.config.local_dir, place.config.experiment_name).path.absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(path_above for path_above in (path, *path.parents) if path_above.is_dir())
 
 
 @contextlib.contextmanager
@@ -69,7 +73,8 @@ def _file(place: CheckContext) -> Iterator[int]:
 def disk(place: CheckContext) -> CheckResult:
     """Check that the run's folder is writable, has room, and is fast enough."""
     folder = above(place)
-    if place.local_rank:  # one a node
+    # Once for each node is enough.
+    if place.local_rank:
         return CheckResult()
     try:
         rate = statistics.median(_rates(place))
@@ -175,7 +180,7 @@ def shared_folder(place: CheckContext) -> CheckResult:
     if board is None or place.size == 1:
         return CheckResult()
     if place.rank:
-        # "": rank 0 could not write, which another check reports
+        # With "" rank 0 could not write, which another check reports.
         name = board.of("folder", 0, 4.0)
         sees = not name or (above(place) / name).exists()
         board.put("folder seen", sees)
@@ -183,10 +188,11 @@ def shared_folder(place: CheckContext) -> CheckResult:
     with contextlib.ExitStack() as stack:
         name = ""
         with contextlib.suppress(OSError):
+            # The exit stack closes it. It may stay open for longer than this block.
             file = tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-")  # noqa: SIM115
             name = Path(stack.enter_context(file).name).name
         board.put("folder", name)
-        # The file stays until all have looked
+        # The file stays until all ranks have looked.
         for rank in range(1, place.size):
             board.of("folder seen", rank, 0.0 if rank in board.missing else 3.0)
     return CheckResult([], {"sees": True, "folder": str(above(place))})
@@ -195,8 +201,8 @@ def shared_folder(place: CheckContext) -> CheckResult:
 def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report the ranks that see another folder."""
     blind = []
-    for rank, each in enumerate(facts):
-        if each is not None and not each["sees"]:
+    for rank, fact in enumerate(facts):
+        if fact is not None and not fact["sees"]:
             blind.append(rank)
     if blind and is_url(place.config.save_dir):
         who = place.who(blind[0])
@@ -217,6 +223,7 @@ def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
     ]
 
 
+# The package's folder, to find its own lines in a stack.
 _PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -240,6 +247,7 @@ def within(check: Check, place: CheckContext, seconds: float) -> tuple[CheckResu
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
+        # A hung thread cannot be ended; its stack shows where it is.
         location = _place(sys._current_frames().get(thread.ident or 0))
         text = f"timed out after {time.monotonic() - began:.0f} s" + (f", stuck at {location}" if location else "")
         return CheckResult([fail(check.name, text, check.stuck)]), True
@@ -257,7 +265,10 @@ def _failure(check: Check, error: BaseException) -> Finding:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line of lockstep in a thread's stack: `network.py:81 (_connected)`."""
+    """Return the innermost line of lockstep in a thread's stack.
+
+    Such as `network.py:81 (_connected)`.
+    """
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE):
@@ -267,35 +278,48 @@ def _place(frame: FrameType | None) -> str:
 
 
 _GIB = 1 << 30
-_DOCKER = 64 << 20  # bytes: a container's default /dev/shm
+# Bytes of a container's default /dev/shm.
+_DOCKER = 64 << 20
+# Bytes of /dev/shm that suffice for loader processes and NCCL.
 _LEAST_SHARED = 256 << 20
-_LEAST_MEMORY = _GIB // 2  # bytes a rank: torch, a group and a small model
-_FILES = 128  # Python, torch, the run's own
-_PER_PEER = 8  # sockets of a rank to each other one, over all groups
+# Bytes a rank: torch, a group and a small model.
+_LEAST_MEMORY = _GIB // 2
+# Open files of Python, torch and the run itself.
+_FILES = 128
+# Sockets of a rank to each other one, over all groups.
+_PER_PEER = 8
+# Open files for each loader process.
 _PER_WORKER = 32
-_IDLE_LOAD = 0.5  # load of a quiet machine
-_STOLEN = 0.05  # share of the time
-_STEAL_SECONDS = 0.5  # between two readings of /proc/stat
-_STEAL_COLUMN = 7  # of its first line
+# Load of a quiet machine.
+_IDLE_LOAD = 0.5
+# Share of the time that other machines may take.
+_STOLEN = 0.05
+# Seconds between two readings of /proc/stat.
+_STEAL_SECONDS = 0.5
+# Column of its first line with the stolen time.
+_STEAL_COLUMN = 7
 
 
 def cores(place: CheckContext) -> CheckResult:
-    """Compare the ranks' threads and loader processes with the container's cores, and measure what else runs."""
+    """Compare the ranks' threads and loader processes with the cores they may use.
+
+    Also measures what else runs.
+    """
     usable = node_cores(place.environ)
     threads = torch.get_num_threads()
-    found = judge_cores(usable, cpu_quota(place.root), threads, place)
+    finding = judge_cores(usable, cpu_quota(place.root), threads, place)
     load, stolen = _load(place)
     if place.local_rank or load is None:
-        return CheckResult([found])
+        return CheckResult([finding])
     if busy := judge_load(load, stolen, usable, threads, place):
-        return CheckResult([found, busy])
-    if found.level == OK:
-        found = ok("cores", f"{found.text}; load {load:.1f}, {stolen:.0%} of the time stolen")
-    return CheckResult([found])
+        return CheckResult([finding, busy])
+    if finding.level == OK:
+        finding = ok("cores", f"{finding.text}; load {load:.1f}, {stolen:.0%} of the time stolen")
+    return CheckResult([finding])
 
 
 def judge_load(load: float, stolen: float, usable: int, threads: int, place: CheckContext) -> Finding | None:
-    """Judge what else runs on the cores; None if it would not disturb a measurement of time.
+    """Judge what else runs on the cores; None if it would not disturb timings.
 
     Args:
         load: processes that ran or waited for the disk, an average of the last minute.
@@ -313,18 +337,24 @@ def judge_load(load: float, stolen: float, usable: int, threads: int, place: Che
 
 
 def _load(place: CheckContext) -> tuple[float | None, float]:
-    """Read the load average, None if unknown, and measure the share of time that the hypervisor takes."""
+    """Read the load average, and measure the share of stolen time.
+
+    The load is None if it is unknown.
+    """
     words = place.text("proc/loadavg").split()
     before = _cpu_times(place)
     if not words or not before:
         return None, 0.0
     time.sleep(_STEAL_SECONDS)
-    spent = [now - then for now, then in zip(_cpu_times(place), before, strict=False)]
-    return float(words[0]), spent[_STEAL_COLUMN] / sum(spent) if sum(spent) > 0 else 0.0
+    ticks = [after - then for after, then in zip(_cpu_times(place), before, strict=False)]
+    return float(words[0]), ticks[_STEAL_COLUMN] / sum(ticks) if sum(ticks) > 0 else 0.0
 
 
 def _cpu_times(place: CheckContext) -> list[int]:
-    """Read user, nice, system, idle, iowait, irq, softirq and steal of all cores, in ticks; [] if unknown."""
+    """Read the times of all cores, in ticks; [] if unknown.
+
+    In order: user, nice, system, idle, iowait, irq, softirq and steal.
+    """
     words = place.text("proc/stat").partition("\n")[0].split()[1 : _STEAL_COLUMN + 2]
     if len(words) > _STEAL_COLUMN:
         return [int(word) for word in words]
@@ -340,14 +370,14 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
     """
     share = min(usable, quota or usable)
     ranks = place.local_size
-    each = max(1, int(share // ranks))
+    per_rank = max(1, int(share // ranks))
     if threads > 1 and threads * ranks > share + 0.5:
         if quota and quota < usable:
             limit = f"the container's quota of {quota:g} cores"
         else:
             limit = f"{usable} cores"
         text = f"{ranks} x {threads} threads on {limit}"
-        return warn("cores", text, f"set OMP_NUM_THREADS={each}, or start with `lockstep launch`, which does")
+        return warn("cores", text, f"set OMP_NUM_THREADS={per_rank}, or start with `lockstep launch`, which does")
     if ranks > share + 0.5:
         text = f"{ranks} ranks on {share:g} cores: they compute one after another"
         return warn("cores", text, "start fewer on this node, or give the container more --cpus")
@@ -383,7 +413,7 @@ def memory(place: CheckContext) -> CheckResult:
 
 
 def _free(place: CheckContext) -> tuple[int, int, str]:
-    """Bytes free, bytes in all, and whether machine or container limits them."""
+    """Return bytes free, bytes in all, and whether machine or container limits them."""
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
     sizes = {}
     for name, text in lines.items():
@@ -395,10 +425,17 @@ def _free(place: CheckContext) -> tuple[int, int, str]:
     for folder in cgroup_folders(place.root, "memory"):
         for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             most = _words(folder / limit)
-            now = _words(folder / usage)
-            if not most or not now or not most[0].isdigit() or not now[0].isdigit() or int(most[0]) >= total > 0:
+            usage_words = _words(folder / usage)
+            # A container without a limit reports "max", or more than the machine has.
+            if (
+                not most
+                or not usage_words
+                or not most[0].isdigit()
+                or not usage_words[0].isdigit()
+                or int(most[0]) >= total > 0
+            ):
                 continue
-            available = int(most[0]) - int(now[0]) + _reclaimable(folder)
+            available = int(most[0]) - int(usage_words[0]) + _reclaimable(folder)
             if available < free:
                 free = max(0, available)
                 total = int(most[0])
@@ -407,7 +444,7 @@ def _free(place: CheckContext) -> tuple[int, int, str]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of cached files that the group would release."""
+    """Return the bytes of cached files that the group would release."""
     words = _words(folder / "memory.stat")
     values = dict(zip(words[::2], words[1::2], strict=False))
     return int(values.get("inactive_file", values.get("total_inactive_file", "0")))

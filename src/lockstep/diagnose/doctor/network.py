@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 
-_LIMIT = 8 << 20  # bytes that are read
+# Most bytes that are read.
+_LIMIT = 8 << 20
 _VERSION = re.compile(r"NCCL version (\S+)")
 _BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([^:\s]+):(\S+?)<")
 _NETWORK = re.compile(r"Using network (\S+)")
@@ -110,14 +111,17 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
     return ""
 
 
+# Ratio to the other ranks above which a rank is slow.
 _SLOW_RATIO = 1.10
-# seconds that a round should take: less than a scheduler's time slice
+# Rounds, and seconds that one should take: less than a scheduler's time slice.
 _ROUNDS = 25
 _ROUND = 0.008
-# least rounds, and seconds after which no round starts: a machine may be busy
+# Least rounds, and seconds after which no round starts, because a machine may be busy.
 _LEAST = 5
 _TIME_LIMIT = 1.0
-_REPEATS = 3  # measurements in which a rank must be slow, so that a passing disturbance does not count
+# Measurements in which a rank must be slow, so that a passing disturbance does not count.
+_REPEATS = 3
+# Side of the matrices, and bytes to copy, by device.
 _SIDE = {"cpu": 256, "cuda": 4096}
 _BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 
@@ -158,7 +162,8 @@ def _times(work: Callable[[], None], device: torch.device) -> list[float]:
         for _ in range(calls):
             work()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # waits for the device
+            # The host waits for the device here, once a round: the work's time is measured.
+            torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / calls
 
     round_of(1)
@@ -180,13 +185,14 @@ def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
         rounds: by rank, the seconds of each round.
     """
     slow = []
-    for rank, own in rounds.items():
-        peers = [sorted(each) for peer, each in rounds.items() if peer != rank]
-        # Compare with the faster others only: slow ones would hide this rank
+    for rank, rank_rounds in rounds.items():
+        peers = [sorted(peer_rounds) for peer, peer_rounds in rounds.items() if peer != rank]
+        # Compare with the faster others only: other slow ranks would hide this one.
         if peers and len(rounds) > 2:
             peers = sorted(peers, key=statistics.median)[: max(1, len(peers) * 3 // 4)]
         if peers and all(
-            min(own) > max(_SLOW_RATIO * statistics.median(each), each[3 * len(each) // 4]) for each in peers
+            min(rank_rounds) > max(_SLOW_RATIO * statistics.median(peer_rounds), peer_rounds[3 * len(peer_rounds) // 4])
+            for peer_rounds in peers
         ):
             slow.append(rank)
     return slow
@@ -211,55 +217,59 @@ def _suspects(results: Sequence[Mapping[str, Sequence[float]] | None], place: Ch
 
     CPUs of one machine share its memory, so only its best rank counts.
     """
-    by_rank = {rank: each for rank, each in enumerate(results) if each}
+    by_rank = {rank: result for rank, result in enumerate(results) if result}
     suspects = []
-    for kind in next(iter(by_rank.values())) if by_rank else ():
-        rounds = {rank: each[kind] for rank, each in by_rank.items()}
-        if kind == "copying" and not place.devices:
+    for operation in next(iter(by_rank.values())) if by_rank else ():
+        rounds = {rank: result[operation] for rank, result in by_rank.items()}
+        if operation == "copying" and not place.devices:
             best: dict[str, int] = {}
             for rank in sorted(rounds, key=lambda rank: min(rounds[rank])):
                 best.setdefault(place.hosts[rank] if rank < len(place.hosts) else "", rank)
             rounds = {rank: rounds[rank] for rank in best.values()}
-        suspects += [(rank, kind) for rank in slower(rounds)]
+        suspects += [(rank, operation) for rank in slower(rounds)]
     return suspects
 
 
 def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report the ranks that were slow in every measurement."""
-    by_rank = {rank: each["rounds"] for rank, each in enumerate(facts) if each}
+    by_rank = {rank: fact["rounds"] for rank, fact in enumerate(facts) if fact}
     if not by_rank:
         return []
-    times = min(len(each) for each in by_rank.values())
+    times = min(len(fact) for fact in by_rank.values())
     every = [[by_rank[rank][n] if rank in by_rank else None for rank in range(len(facts))] for n in range(times)]
     suspects = [_suspects(results, place) for results in every]
     slow = []
     for suspect in suspects[0]:
-        if times == _REPEATS and all(suspect in each for each in suspects):
+        if times == _REPEATS and all(suspect in fact for fact in suspects):
             slow.append(suspect)
     findings = []
-    for rank, kind in slow:
-        last = {r: min(min(each[n][kind]) for n in range(times)) for r, each in by_rank.items()}
-        usual = statistics.median(seconds for r, seconds in last.items() if r != rank)
-        text = f"{place.who(rank)} is slow at {kind}: {1e3 * last[rank]:.3g} ms, the others {1e3 * usual:.3g} ms"
+    for rank, operation in slow:
+        best = {r: min(min(fact[n][operation]) for n in range(times)) for r, fact in by_rank.items()}
+        usual = statistics.median(seconds for r, seconds in best.items() if r != rank)
+        text = f"{place.who(rank)} is slow at {operation}: {1e3 * best[rank]:.3g} ms, the others {1e3 * usual:.3g} ms"
         mend = "check other load, clocks, cooling and power there; --shares auto gives it less work"
         findings.append(warn("speed", text, mend))
-    first = next(iter(by_rank.values()))[0]
-    product = statistics.median(first["multiplying"])
-    copy = statistics.median(first["copying"])
+    first_rounds = next(iter(by_rank.values()))[0]
+    product = statistics.median(first_rounds["multiplying"])
+    copy = statistics.median(first_rounds["copying"])
     if facts[min(by_rank)]["device"].startswith("cuda"):
-        kind = "cuda"
+        operation = "cuda"
     else:
-        kind = "cpu"
-    rates = f"{2 * _SIDE[kind] ** 3 / product / 1e9:.3g} GFLOP/s in matrix products"
-    rates += f", {2 * _BYTES[kind] / copy / 1e9:.3g} GB/s in copies"
+        operation = "cpu"
+    rates = f"{2 * _SIDE[operation] ** 3 / product / 1e9:.3g} GFLOP/s in matrix products"
+    rates += f", {2 * _BYTES[operation] / copy / 1e9:.3g} GB/s in copies"
     return findings or [ok("speed", rates + (" on rank 0; no rank is slower" if len(by_rank) > 1 else ""))]
 
 
-_CONNECT = 4.0  # seconds
-_MAX_OFFSET = 1.0  # seconds between two clocks
+# Seconds to connect.
+_CONNECT = 4.0
+# Seconds between two clocks.
+_MAX_OFFSET = 1.0
+# Round trips; the shortest one counts.
 _PINGS = 5
 _TIME = struct.Struct("<d")
-_FULL_MESH = 32  # ranks up to which each connects to each
+# Number of ranks up to which each connects to each.
+_FULL_MESH = 32
 
 
 def names(place: CheckContext) -> CheckResult:
@@ -291,19 +301,19 @@ def _namespace() -> str:
 
 def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report loopback addresses, which are right on one machine only."""
-    by_rank = {rank: each for rank, each in enumerate(facts) if each is not None}
+    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
     if place.size == 1 or not by_rank:
         return []
     findings = []
-    one_machine = len(by_rank) == place.size and len({each["machine"] for each in by_rank.values()}) == 1
-    for rank, each in by_rank.items():
+    one_machine = len(by_rank) == place.size and len({fact["machine"] for fact in by_rank.values()}) == 1
+    for rank, fact in by_rank.items():
         if one_machine or (len(by_rank) < place.size and not place.several_nodes):
             continue
-        if each["master loops"]:
-            text = f"MASTER_ADDR {each['master']} is the loopback on {place.who(rank)}, which would connect to itself"
+        if fact["master loops"]:
+            text = f"MASTER_ADDR {fact['master']} is the loopback on {place.who(rank)}, which would connect to itself"
             findings.append(fail("names", text, "set node 0's network address (`hostname -I` there) on all nodes"))
-        if each["gloo loops"]:
-            at = each["gloo"] or "no address"
+        if fact["gloo loops"]:
+            at = fact["gloo"] or "no address"
             text = f"{place.who(rank)}: its host name resolves to {at}, where no other rank reaches gloo"
             mend = "set GLOO_SOCKET_IFNAME to the interface between the nodes (`ip -br addr`), or fix /etc/hosts"
             findings.append(fail("names", text, mend))
@@ -357,7 +367,7 @@ def _listen(address: str) -> socket.socket:
 
 def _close(server: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        # Else the accepting thread would keep it open
+        # Closing alone would leave it open, because the accepting thread waits on it.
         server.shutdown(socket.SHUT_RDWR)
     server.close()
 
@@ -378,6 +388,7 @@ def _ping(address: str, port: int) -> tuple[str, float, float]:
                         return "it closed the connection", 0.0, 0.0
                     reply += piece
                 trip = time.perf_counter() - began
+                # The reply's time is that of the middle of the shortest round trip.
                 best = min(best, (trip, _TIME.unpack(reply)[0] - (before + trip / 2)))
             return "", *best
     except OSError as error:
@@ -427,21 +438,22 @@ def between(place: CheckContext) -> CheckResult:
             "failed": {str(peer): why for peer, (why, _, _) in results.items() if why},
             "at": f"{own_address[0]}:{own_address[1]}",
             "trip": max((trip for why, trip, _ in results.values() if not why), default=0.0),
-            "ahead": results[0][2] if 0 in results and not results[0][0] else None,  # lead of rank 0's clock
+            # The lead of rank 0's clock.
+            "ahead": results[0][2] if 0 in results and not results[0][0] else None,
         },
     )
 
 
 def judge_between(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report unreachable ranks, and ranks with a wrong clock."""
-    by_rank = {rank: each for rank, each in enumerate(facts) if each}
+    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact}
     if place.size == 1 or not by_rank:
         return []
     findings = _unreachable(by_rank, place)
     if not findings:
-        slowest = max(each["trip"] for each in by_rank.values())
+        slowest = max(fact["trip"] for fact in by_rank.values())
         findings = [ok("tcp", f"every rank reaches the others, in {1e3 * slowest:.2g} ms at most")]
-    offsets = {rank: -each["ahead"] for rank, each in by_rank.items() if each["ahead"] is not None}
+    offsets = {rank: -fact["ahead"] for rank, fact in by_rank.items() if fact["ahead"] is not None}
     odd = {rank: by for rank, by in offsets.items() if abs(by) > _MAX_OFFSET}
     for rank, by in odd.items():
         text = f"the clock of {place.who(rank)} is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} that of rank 0"
@@ -456,8 +468,8 @@ def _unreachable(by_rank: dict[int, Any], place: CheckContext) -> list[Finding]:
     mend = "open all TCP ports between the nodes (gloo and NCCL use any), or set another interface in "
     mend += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     wrong: dict[int, dict[int, str]] = {}
-    for rank, each in by_rank.items():
-        for peer, why in each["failed"].items():
+    for rank, fact in by_rank.items():
+        for peer, why in fact["failed"].items():
             wrong.setdefault(int(peer), {})[rank] = why
     findings = []
     for peer, by in sorted(wrong.items()):

@@ -37,13 +37,15 @@ __all__ = [
     "task",
 ]
 
-# tried at most
+# Most steps and seconds to try.
 _STEPS = 4
 _SECONDS = 10.0
-# seconds, and a share of the computing, that loading may take a step
+# Loading time that is acceptable in a step: seconds, and a share of the computing.
 _LATE = 0.010
 _SHARE = 0.5
-_NAMES = 2000  # tensors that are compared by name; more as one
+# Tensors that are compared by name; more are compared as one.
+_NAMES = 2000
+# Tensors that a line names.
 _SHOWN = 4
 
 
@@ -71,12 +73,13 @@ def task(place: CheckContext) -> CheckResult:
             pair = (config, module)
             config, module = on_all_ranks(place.world, lambda: pair if module else configured(dict(place.told)))
         built = build(dataclasses.replace(config, compile=False), module, place.world, resume=False)
-        # And AdamW's two moments
+        # The weights and AdamW's two moments.
         size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())
         on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
         return _train_steps(built)
     except LockstepError as error:
-        if error.relayed:  # the rank with the error reports it
+        # The rank with the error reports it.
+        if error.relayed:
             return CheckResult()
         text, _, mend = str(error).partition("; ")
         return CheckResult([fail("task", text, mend or "see above")])
@@ -92,6 +95,7 @@ def _train_steps(built: RunParts) -> CheckResult:
     gradients: dict[str, str] = {}
     began = time.monotonic()
     stream = built.batches.from_step(0)
+    # All ranks: the exchange forms a group of its own.
     exchange = StepExchange(world, stream.items, None, steps)  # collective
     exchange.take_turns(stream.turns)
     exchange.limit_reading(stream.readable_before)
@@ -100,17 +104,20 @@ def _train_steps(built: RunParts) -> CheckResult:
             start = time.perf_counter()
             step, micro = next(stream)
             loaded = time.perf_counter()
+            # All ranks, once a step: the loss is divided by the items of all.
             items = math.fsum(
-                count for own in world.gather([batch.items for batch in micro]) for count in own
+                count for counts in world.gather([batch.items for batch in micro]) for count in counts
             )  # collective
             if not number:
                 misplaced = find_misplaced(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
             _step(built, step, micro, items)
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # waits for the device
+                # The host waits for the device here, once a step: the step's time is measured.
+                torch.cuda.synchronize(device)
             loading.append(loaded - start)
             computing.append(time.perf_counter() - computed)
+            # All ranks, once a step: they must stop together, so the slowest decides.
             if max(world.gather(time.monotonic() - began)) > _SECONDS:  # collective
                 break
     findings = list(judge_placement(misplaced, device))
@@ -130,7 +137,10 @@ def _train_steps(built: RunParts) -> CheckResult:
 
 
 def _has_workers(built: RunParts) -> bool:
-    """Whether loader processes read an indexed dataset: a stream is read in step with the other ranks."""
+    """Whether loader processes read an indexed dataset.
+
+    A stream is read in step with the other ranks.
+    """
     return bool(built.config.data.workers) and built.training.order is not None
 
 
@@ -197,14 +207,14 @@ def judge_placement(misplaced: list[MisplacedTensor], device: torch.device) -> I
     mend = "register_buffer() moves a tensor with its module; put a criterion into the model, or move it in `loss`"
     for say, is_wrong in ((fail, True), (warn, False)):
         tensors = []
-        for each in misplaced:
-            if each.is_wrong is is_wrong and (is_wrong or "attribute" in each.label):
-                tensors.append(each)
-        # The purpose of a task's plain tensors is unknown: a dataset's belong on the host
+        for entry in misplaced:
+            if entry.is_wrong is is_wrong and (is_wrong or "attribute" in entry.label):
+                tensors.append(entry)
+        # The purpose of a task's plain tensors is unknown: those of a dataset belong on the host.
         if not is_wrong:
-            tensors = [each for each in tensors if not each.label.startswith("the task's attribute")]
+            tensors = [entry for entry in tensors if not entry.label.startswith("the task's attribute")]
         if tensors:
-            listing = ", ".join(f"{each.label} on {each.device}" for each in tensors[:_SHOWN])
+            listing = ", ".join(f"{entry.label} on {entry.device}" for entry in tensors[:_SHOWN])
             if len(tensors) > _SHOWN:
                 more = f" and {len(tensors) - _SHOWN} more"
             else:
@@ -214,45 +224,49 @@ def judge_placement(misplaced: list[MisplacedTensor], device: torch.device) -> I
 
 def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Check that gradients and weights agree on all ranks, and that the loader keeps up."""
-    by_rank = {rank: each for rank, each in enumerate(facts) if each}
+    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact}
     if not by_rank:
         return []
-    first = min(by_rank)
+    first_rank = min(by_rank)
     findings = []
-    different = [rank for rank, each in by_rank.items() if each["data"] != by_rank[first]["data"]]
+    different = [rank for rank, fact in by_rank.items() if fact["data"] != by_rank[first_rank]["data"]]
     if different:
         text = f"the dataset of {place.who(different[0])} has different samples at the same indices than rank 0's"
         mend = "read the same files in the same order on every rank, and draw random numbers only in __getitem__"
         findings.append(fail("data", text, mend))
     elif len(by_rank) > 1:
         findings.append(ok("data", "every rank's dataset gives the same first micro-batch"))
-    for kind, when in (("gradients", "after one backward"), ("weights", "after the first steps")):
-        names = by_rank[first][kind]
+    for subject, when in (("gradients", "after one backward"), ("weights", "after the first steps")):
+        names = by_rank[first_rank][subject]
         wrong = [
             (
                 rank,
-                [name for name in names if each[kind].get(name) != names[name]] or sorted(set(each[kind]) - set(names)),
+                [name for name in names if fact[subject].get(name) != names[name]]
+                or sorted(set(fact[subject]) - set(names)),
             )
-            for rank, each in by_rank.items()
-            if each[kind] != names
+            for rank, fact in by_rank.items()
+            if fact[subject] != names
         ]
         if wrong:
             rank, odd = wrong[0]
-            text = f"{place.who(rank)} has different {kind} than rank 0 {when}: {odd[0]}"
+            text = f"{place.who(rank)} has different {subject} than rank 0 {when}: {odd[0]}"
             text += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             mend = "check hooks that change gradients, and code that depends on the rank; `lockstep verify` shows more"
-            findings.append(fail(kind, text, mend))
+            findings.append(fail(subject, text, mend))
         elif len(by_rank) > 1 and names:
-            findings.append(ok(kind, f"the same on all ranks {when}: {len(names)} tensors"))
+            findings.append(ok(subject, f"the same on all ranks {when}: {len(names)} tensors"))
         elif len(by_rank) > 1:
-            findings.append(ok(kind, "sharded over the ranks, not compared; `lockstep verify` compares them"))
-    findings += [judge_loader(by_rank[first]), *judge_memory(list(by_rank.values()))]
-    summary = f"{by_rank[first]['steps']} steps of {1e3 * by_rank[first]['computing']:.3g} ms of computing"
+            findings.append(ok(subject, "sharded over the ranks, not compared; `lockstep verify` compares them"))
+    findings += [judge_loader(by_rank[first_rank]), *judge_memory(list(by_rank.values()))]
+    summary = f"{by_rank[first_rank]['steps']} steps of {1e3 * by_rank[first_rank]['computing']:.3g} ms of computing"
     return [*findings, ok("task", summary), ok("placement", "model and batch are on the run's device")]
 
 
 def judge_memory(facts: list[Any]) -> Iterator[Finding]:
-    """Report a dataset with which the memory of loader processes grows, by the rank where it grows most."""
+    """Report a dataset with which the memory of loader processes grows.
+
+    Names the rank where it grows most.
+    """
     most = max(facts, key=lambda each: each["growth"])
     if most["growth"]:
         text = f"the memory of a loader process grows by {most['growth']:.3g} MB per 1,000 samples of"

@@ -21,19 +21,23 @@ from lockstep.data.loader import Fetching, Key
 
 __all__ = ["MemoryFetch", "memory_growth", "rate_of_growth"]
 
-# of the process's processor time, and by the clock, at most
+# Most seconds of the process's processor time, and by the clock.
 _SECONDS = 3.0
 _WALL_SECONDS = 10.0
-# at most; MB of growth that are enough
+# Most samples, and MB of growth that are enough.
 _SAMPLES = 4000
 _MANY = 64.0
-# seconds between two readings, at least; share of the time that readings may take
+# Least seconds between two readings, and the largest share of the time that readings may take.
 _PAUSE = 0.02
 _SHARE = 0.5
-_EVERY = 100  # samples between two readings, at most: quick samples are all loaded while a large process is read once
-_LEAST = 1.0  # MB that are no noise: a process that kept nothing grew by less than 0.3
-_PART = 17  # points in each third of the samples; odd, so that a median is a reading
-_STEADY = 0.4  # slower rate to faster: a cache that fills up does not reach it, nor does memory that jumps once
+# Most samples between two readings: quick samples are all loaded while a large process is read once.
+_EVERY = 100
+# MB that are no noise: a process that kept nothing grew by less than 0.3.
+_LEAST = 1.0
+# Points in each third of the samples; odd, so that a median is a reading.
+_PART = 17
+# Slower rate to faster: a cache that fills up does not reach it, nor does memory that jumps once.
+_STEADY = 0.4
 
 
 def memory_growth(batches: Batches) -> float:
@@ -50,7 +54,7 @@ def memory_growth(batches: Batches) -> float:
         for key, (memory, seconds), _ in stream:
             samples += len(key.samples)
             if not readings:
-                # What a process takes to start is no time of loading.
+                # The time that a process takes to start is not spent on loading.
                 begin = seconds
                 end = time.monotonic() + _WALL_SECONDS
             if not readings or memory != readings[-1][1]:
@@ -62,7 +66,10 @@ def memory_growth(batches: Batches) -> float:
 
 
 class MemoryFetch:
-    """Loads micro-batches, and returns memory (MB) and processor time (s) of this process in place of each."""
+    """Loads micro-batches, and returns readings of this process in place of each.
+
+    A reading is its memory (MB) and its processor time (s).
+    """
 
     def __init__(self, fetch: Fetching) -> None:
         self._fetch = fetch
@@ -81,8 +88,8 @@ class MemoryFetch:
 
 
 def _own_memory() -> float:
-    """Return the MB that this process has written and shares with none; 0.0 where the system does not tell."""
-    # What was freed goes back, and is no growth
+    """Return the MB that this process alone has written; 0.0 if unknown."""
+    # Freed memory that the allocator keeps is no growth, so give it back first.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -94,7 +101,9 @@ def _own_memory() -> float:
 
 
 def rate_of_growth(readings: list[tuple[int, float]]) -> float:
-    """Return MB per 1,000 samples if memory grows throughout; 0.0 if it is level, comes to rest, or jumps.
+    """Return MB per 1,000 samples if memory grows throughout; else 0.0.
+
+    0.0 if it is level, comes to rest, or jumps.
 
     The first half is left out: processes import, fill their caches, and copy the pages that they were forked with.
 
@@ -104,14 +113,15 @@ def rate_of_growth(readings: list[tuple[int, float]]) -> float:
     if not readings:
         return 0.0
     samples, memory = np.array(readings, dtype=np.float64).T
-    # Readings are not evenly spaced: a process that waits for its core makes few, then many. Each holds until the next.
+    # Readings are not evenly spaced: a process that waits for its core makes few, then many. So each counts until the
+    # next one.
     even = np.linspace(samples[-1] / 2, samples[-1], 3 * _PART)
-    held = np.searchsorted(samples, even, side="right") - 1
-    parts = memory[held].reshape(3, _PART)
+    indices = np.searchsorted(samples, even, side="right") - 1
+    parts = memory[indices].reshape(3, _PART)
     begin, middle, end = np.median(parts, axis=1)
     slower, faster = sorted([middle - begin, end - middle])
     beyond_noise = end - begin >= _LEAST and parts[2].min() > parts[0].max()
     if not beyond_noise or slower < _STEADY * faster:
         return 0.0
-    first, _, last = np.median(samples[held].reshape(3, _PART), axis=1)
-    return float(1e3 * (end - begin) / (last - first))
+    begin_samples, _, end_samples = np.median(samples[indices].reshape(3, _PART), axis=1)
+    return float(1e3 * (end - begin) / (end_samples - begin_samples))

@@ -1,1 +1,1 @@
-"""Estimate of a training's memory and time per rank, without its devices: `lockstep plan`."""
+"""Estimate a training's memory and time per rank, without its devices: `lockstep plan`."""

@@ -153,6 +153,7 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
     }
 
 
+# The exit code if a size does not fit, the one of a failed check.
 _NOTHING_FITS = 3
 
 
@@ -170,13 +171,14 @@ def run(own: argparse.Namespace) -> int:
     options = frozenset(values)
     config = cli.build(cli.apply_preset(values))
     task = None
-    # Its loaders give values that the flags do not
+    # The loaders of a LightningModule give values that the flags leave out.
     if config.task.startswith(LIGHTNING):
-        with contextlib.redirect_stdout(sys.stderr):  # the module's own output
+        # The module's own output goes to stderr.
+        with contextlib.redirect_stdout(sys.stderr):
             config, task = configured(dict(values))
     answers = []
     for size in sizes:
-        # A step has at least one micro-batch for each device
+        # A step has at least one micro-batch for each device.
         is_open = "batch_size" not in options
         sized = _widen(config, size) if is_open else config
         micro = sized.micro_batch_size or choose_micro_batch_size(sized, size)
@@ -185,8 +187,10 @@ def run(own: argparse.Namespace) -> int:
         if not own.json:
             print(("\n" if len(answers) > 1 else "") + described(answers[-1]), flush=True)
     if own.json:
-        print(json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(each) for each in answers]), flush=True)
-    if all(each.fits for each in answers):
+        print(
+            json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(answer) for answer in answers]), flush=True
+        )
+    if all(answer.fits for answer in answers):
         return 0
     return _NOTHING_FITS
 
@@ -203,7 +207,7 @@ def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: boo
         UsageError: it cannot be planned.
     """
     planner = Planner(config, subject_of(config, task, _say), size, device)
-    # DeepSpeed and models of others write lines of their own
+    # DeepSpeed and other libraries' models print lines of their own.
     with contextlib.redirect_stdout(sys.stderr):
         return searched(planner, fast=fast, open_batch=open_batch)
 
@@ -217,7 +221,7 @@ def _widen(config: Config, size: int) -> Config:
 
 
 def _device(name: str, memory: str) -> DeviceSpec:
-    """The named device; for "auto" and "cuda" the local one, if there is one."""
+    """Return the named device; for "auto" and "cuda" the local one, if any."""
     cuda = name.split(":")[0] == "cuda"
     if not cuda and name != "auto":
         return device_of(name, memory)

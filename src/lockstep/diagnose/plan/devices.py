@@ -1,4 +1,4 @@
-"""Specifications of devices by name: memory and speed, from the vendors' data sheets.
+"""Look up a device's memory and speed by name, from the vendors' data sheets.
 
     device = device_of("h100-80")
     device = device_of("h100-80", memory="70GB")        # less of it is free
@@ -22,9 +22,10 @@ __all__ = [
 ]
 
 _GIB = 1 << 30
-# Memory of CUDA, its libraries and NCCL before the first tensor: 0.5 to 1 GiB.
+# Bytes of CUDA, its libraries and NCCL before the first tensor: 0.5 to 1 GiB.
 _CONTEXT = 1.0 * _GIB
-_FRAGMENTS = 0.05  # the caching allocator's reserve beyond the tensors; an estimate, no GPU has been measured
+# The caching allocator's reserve beyond the tensors; an estimate, since no GPU has been measured.
+_FRAGMENTS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +72,13 @@ def _gpu(
     source: str,
     bf16: bool = True,
 ) -> DeviceSpec:
-    """GiB; TFLOP/s in half and single precision; GB/s of memory, link and network."""
+    """Describe a GPU.
+
+    Args:
+        memory: in GiB.
+        peaks: TFLOP/s in half and in single precision.
+        bandwidths: GB/s of memory, link and network.
+    """
     half, single = (1e12 * peak for peak in peaks)
     memory_rate, link, network = (1e9 * rate for rate in bandwidths)
     room = memory * _GIB
@@ -99,13 +106,16 @@ DEVICES = {
         _gpu(
             *("mi300x-192", 191.5, (1307, 163), (5300, 448, 50)),
             source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-            bf16=False,  # torch's ROCm build: what is automatic on a new CUDA device is off there
+            # On torch's ROCm build the defaults of a new CUDA device are off.
+            bf16=False,
         ),
     )
 }
 
-_CORE = 2e10  # float32 operations a second of a core with AVX2 in torch's products; an estimate
-_HOST_RATE = 2e10  # bytes a second of a host's memory; an estimate
+# float32 operations a second of a core with AVX2 in torch's products; an estimate.
+_CORE = 2e10
+# Bytes a second of a host's memory; an estimate.
+_HOST_RATE = 2e10
 
 
 def device_of(name: str, memory: str = "") -> DeviceSpec:
@@ -151,7 +161,10 @@ def bytes_of(text: str) -> float:
 
 
 def _host() -> DeviceSpec:
-    """The machine that this runs on; resources that its ranks share are not divided."""
+    """Describe this machine, as one device.
+
+    Resources that its ranks share are not divided.
+    """
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count() or 1
     peak = _CORE * cores

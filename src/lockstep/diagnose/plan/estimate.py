@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 
-_TRIES = 7  # estimates in a search
+# Estimates in a search.
+_TRIES = 7
 
 
 def largest(
@@ -68,6 +69,7 @@ def largest(
         fitting[place] = bytes_by_size[size] <= room
         return fitting[place]
 
+    # Indices: all up to `low` fit, none from `high` on does.
     low = -1
     high = len(candidates)
     for _ in range(_TRIES):
@@ -76,10 +78,12 @@ def largest(
         if len(bytes_by_size) > 1:
             guess = _interpolate(bytes_by_size, candidates, room)
         else:
+            # Without two points begin with the smallest candidate, then the next larger one.
             guess = 0 if low < 0 else low + 1
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
-    if low < 0:  # all guesses were too large: is the smallest?
+    # All guesses were too large: try the smallest.
+    if low < 0:
         if candidates and 0 not in fitting and fits(0):
             return candidates[0]
         return 0
@@ -87,7 +91,7 @@ def largest(
 
 
 def _interpolate(bytes_by_size: dict[int, float], candidates: Sequence[int], room: float) -> int:
-    """The last index whose bytes should fit, by the two sizes nearest to the room."""
+    """Return the last index whose bytes should fit, by the two nearest sizes."""
     low, high = sorted(sorted(bytes_by_size, key=lambda size: abs(bytes_by_size[size] - room))[:2])
     if bytes_by_size[high] <= bytes_by_size[low]:
         return len(candidates) - 1
@@ -96,11 +100,16 @@ def _interpolate(bytes_by_size: dict[int, float], candidates: Sequence[int], roo
     return sum(size <= most for size in candidates) - 1
 
 
-_SHALLOW = (3, 4)  # blocks of the two traces that a deep model is extrapolated from
-_DEEP = 6  # blocks from which a model is extrapolated
-_MEASURABLE = 0.5  # of this machine's memory
-_LARGEST = 1 << 17  # devices of a world
-_MANY = 1000  # steps of a plan whose data is not known
+# Blocks of the two traces that a deep model is extrapolated from.
+_SHALLOW = (3, 4)
+# Blocks from which a model is extrapolated.
+_DEEP = 6
+# Largest share of this machine's memory for a measurement here.
+_MEASURABLE = 0.5
+# Devices of a world.
+_LARGEST = 1 << 17
+# Steps of a plan whose data is not known.
+_MANY = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,7 +190,8 @@ class Planner:
                 resolved, sizes = self._sized(config, self.subject.task.model())
         except LockstepError:
             raise
-        except Exception:  # the model needs values while it is made; or it fails, which this reports in one line
+        except Exception:
+            # The model needs values while it is made. Or it fails, which the next line reports.
             resolved, sizes = self._sized(config, asked("model", self.subject.task.model))
         if config.exact:
             check_servable(resolved.micro_batches, self.size)
@@ -217,7 +227,7 @@ class Planner:
         return self._total(config, trace, slots, copies)
 
     def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
-        """Rank 0's tree by its doublings, and the worst rank's extra memory."""
+        """Extrapolate rank 0's tree by its doublings, and return the worst rank's extra memory."""
         steps = slots.bit_length() - 1
         if steps <= 2:
             trace = self._at_depth(config, layers, subject, 1 << steps)
@@ -229,7 +239,7 @@ class Planner:
 
     def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int) -> StepTrace:
         policy = config.activation_checkpointing
-        # DeepSpeed's buckets end elsewhere in each depth, so that there are no lines.
+        # DeepSpeed's buckets end elsewhere at each depth, so the memory is no linear function of it.
         if layers < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
             full_depth = layers == self.sizes.layers
             return self._traced(config, subject, 0 if full_depth else layers, slots)
@@ -238,7 +248,7 @@ class Planner:
 
     def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> StepTrace:
         source = subject or self.subject
-        # A trace has its own number of slots
+        # A trace has its own number of slots, so the batch size of the step must not be in the key.
         alike = dataclasses.replace(config, batch_size=config.micro_size)
         key = (repr(alike), id(source), layers, slots)
         if key not in self._traces:
@@ -281,7 +291,7 @@ class Planner:
         return MemoryEstimate(config, peak, phase, parts, phases, trace.held, trace.work, slots, trace.batch)
 
     def batches(self, slots: int) -> int:
-        """Micro-batches in the device's memory: on a host a step's, on a device those prefetched."""
+        """Count the micro-batches in the device's memory: a step's, or those prefetched."""
         if self.device.host:
             return slots
         return min(slots + 1, AHEAD + 1)
@@ -310,19 +320,22 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
     def work(name: str) -> Work:
         first = low.work[name]
         second = high.work[name]
-        return Work(line(first.flops, second.flops), line(first.moved, second.moved), line(first.calls, second.calls))
+        return Work(
+            line(first.flops, second.flops),
+            line(first.moved, second.moved),
+            line(first.calls, second.calls),
+        )
 
     peaks = lines(low.peaks, high.peaks)
     parts = {}
-    for name, each in low.parts.items():
+    for name, low_parts in low.parts.items():
         if name not in high.parts:
             continue
-        parts[name] = lines(each, high.parts[name])
+        parts[name] = lines(low_parts, high.parts[name])
         low_levels = low.levels.get(name, [])
         high_levels = high.levels.get(name, [])
-        if low_levels and len(low_levels) == len(
-            high_levels
-        ):  # else by parameters, as in an update, whose last ones hold most
+        # Traces of other lengths differ by parameters, as in an update, whose last operations hold most.
+        if low_levels and len(low_levels) == len(high_levels):
             peaks[name] = max(map(line, low_levels, high_levels))
             parts[name]["rest"] += peaks[name] - sum(parts[name].values())
     return StepTrace(
@@ -345,14 +358,22 @@ def check_size(size: int) -> None:
         raise ConfigError(f"--world-sizes {size}: give the number of devices, from 1 to {_LARGEST}")
 
 
-_PRODUCTS = 0.55  # share of the peak in a training's large products; PaLM's overall MFU is 0.46 (arXiv 2204.02311)
-_MEMORY = 0.75  # share of the bandwidth in a kernel that only moves data
-_FUSED = 0.5  # bytes moved by compiled kernels, relative to eager ones
+# Share of the peak in a training's large products; PaLM's overall MFU is 0.46 (arXiv 2204.02311).
+_PRODUCTS = 0.55
+# Share of the bandwidth in a kernel that only moves data.
+_MEMORY = 0.75
+# Bytes moved by compiled kernels, relative to eager ones.
+_FUSED = 0.5
+# Share of a link's bandwidth that a collective reaches.
 _LINK = 0.7
-_NODE = 8  # devices
-_LATENCY = 20e-6  # seconds a collective and doubling of the ranks
-_CALL = 5e-6  # seconds to launch a kernel from eager code; an estimate
-_HOST_CALL = 12e-6  # seconds of Python, autograd and dispatch around an operation on a CPU: docs/inside/plan.md
+# Devices of a node.
+_NODE = 8
+# Seconds for each collective and doubling of the ranks.
+_LATENCY = 20e-6
+# Seconds to launch a kernel from eager code; an estimate.
+_CALL = 5e-6
+# Seconds of Python, autograd and dispatch around an operation on a CPU: docs/inside/plan.md.
+_HOST_CALL = 12e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -400,8 +421,9 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
     moving = compute.moved * (1.0 if device.host else _FUSED) / (device.bandwidth * _MEMORY)
     call = _HOST_CALL if device.host else _CALL * _FUSED
     launching = compute.calls * call
+    # Most moving overlaps with products; a kernel that only moves data waits for the memory.
     computing = max(products + 0.3 * moving, moving)
-    # a device runs beside the host
+    # A device runs while the host launches the next operations.
     if device.host:
         micro = launching + computing
     else:
@@ -415,9 +437,12 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
     if size > 1:
         rate = _LINK * (device.link if size <= _NODE else device.network)
         wait = _LATENCY * (size - 1).bit_length()
+        # A ring sends this share of the bytes over each link.
         ring = (size - 1) / size
+        # Most of a gather overlaps with the computation of its micro-batch.
         per_micro = max(0.0, gather_bytes * ring / rate - 0.8 * micro) + (wait if gather_bytes else 0.0)
-        last = 2 * sum_bytes * ring / rate
-        exposed = estimate.slots * per_micro + max(0.05 * last, last - 0.6 * micro) + wait
+        # The sum of the gradients moves the bytes twice, and overlaps with the last backward in part.
+        exchange_seconds = 2 * sum_bytes * ring / rate
+        exposed = estimate.slots * per_micro + max(0.05 * exchange_seconds, exchange_seconds - 0.6 * micro) + wait
     slots = estimate.slots
     return Times(slots * micro, update, exposed, slots * launching, slots * computing)

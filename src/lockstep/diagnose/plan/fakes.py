@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# The whole file uses private names of torch: fake tensors, dispatch keys and FSDP's internals have no public form. All
+# are the same since torch 2.11, and `_set` skips those that another version lacks.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -64,10 +67,12 @@ _PLAIN = frozenset(
     }
 )
 _LIKE = frozenset({_ATEN.zeros_like.default, _ATEN.detach.default})
-_ATTRIBUTES = "_lockstep_attributes"  # of a mode: device -> attributes of its tensors beyond their form
-_PART = "_local_tensor"  # of a DTensor; importing its module takes a second that not every plan needs
+# An attribute of a mode: device -> attributes of its tensors beyond their form.
+_ATTRIBUTES = "_lockstep_attributes"
+# An attribute of a DTensor. Importing DTensor's module takes a second, which not every plan needs.
+_PART = "_local_tensor"
 _META = torch.device("meta")
-# Tags of operations whose result does not follow from their arguments' shapes, or is not a new tensor.
+# Tags of operations whose result does not follow from the arguments' shapes, or is not a new tensor.
 _DATA_DEPENDENT = {
     *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view),
     torch.Tag.maybe_aliasing_or_mutating,
@@ -99,6 +104,7 @@ _kinds: dict[Any, _Kind] = {}
 _form_cache: dict[tuple[Any, ...], _ResultForm | tuple[_ResultForm, ...] | None] = {}
 
 
+# One function on the path of every traced operation: splitting it would slow a plan.
 def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
     """Return an operation's result by its shapes alone.
 
@@ -108,13 +114,13 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
         return _like_dtensor(func, args[0], kwargs)
     if func in _PLAIN:
         return _call_meta_kernel(func, args, kwargs)
-    kind = _kinds.get(func)
-    if kind is None:
-        kind = _kinds[func] = _kind_of(func)
-    if not any(kind):
+    operation = _kinds.get(func)
+    if operation is None:
+        operation = _kinds[func] = _kind_of(func)
+    if not any(operation):
         return UNKNOWN
     values = args if not kwargs else (*args, *kwargs, *kwargs.values())
-    if kind.nothing:
+    if operation.nothing:
         if _all_fake(values):
             return None
         return UNKNOWN
@@ -122,6 +128,7 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
     mode = _extend_key(key, values)
     if mode is UNKNOWN:
         return UNKNOWN
+    # Without a tensor among the arguments the mode on the stack creates the result.
     mode = mode or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if not isinstance(mode, FakeTensorMode):
         return UNKNOWN
@@ -130,12 +137,14 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
         form = _form_cache[cache_key]
         if form is None:
             return args[0]
+        # The mode must not see its own new tensors.
         with torch._C._DisableTorchDispatch():
             if isinstance(form, _ResultForm):
                 return _new_tensor(mode, form)
-            return tuple([_new_tensor(mode, each) for each in form])
+            # A list comprehension is faster than a generator here, and this runs for every operation.
+            return tuple([_new_tensor(mode, output_form) for output_form in form])
     output = func(*args, **kwargs)
-    if kind.first:
+    if operation.first:
         if output is args[0]:
             _form_cache[cache_key] = None
     else:
@@ -150,10 +159,11 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
 
 def _call_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the meta kernel directly, as FakeTensorMode does in the end."""
-    first = args[0]
-    if kwargs or type(first) is not FakeTensor or first.constant is not None:
+    tensor = args[0]
+    if kwargs or type(tensor) is not FakeTensor or tensor.constant is not None:
         return UNKNOWN
-    mode = first.fake_mode
+    mode = tensor.fake_mode
+    # The flags and guards of FakeTensorMode.dispatch: the meta kernel runs on the fake tensor itself.
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(True)
         mode.in_kernel_invocation = True
@@ -161,27 +171,31 @@ def _call_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             output = func(*args)
         finally:
             mode.in_kernel_invocation = False
-        return _fake(mode, output, first.fake_device)
+        return _fake(mode, output, tensor.fake_device)
 
 
 def _like_dtensor(func: Any, tensor: Any, kwargs: dict[str, Any]) -> Any:
     """Return a tensor like a DTensor, from its local part, without computing the sharding again."""
     if any(value and value is not torch.preserve_format for value in kwargs.values()):
         return UNKNOWN
-    part = result(func, (tensor._local_tensor,), kwargs)
-    if part is UNKNOWN:
+    local_result = result(func, (tensor._local_tensor,), kwargs)
+    if local_result is UNKNOWN:
         return UNKNOWN
-    return type(tensor)(part, tensor._spec, requires_grad=False)
+    return type(tensor)(local_result, tensor._spec, requires_grad=False)
 
 
 def _all_fake(nested: Any) -> bool:
     """Whether all tensors among the arguments are fake, DTensors' parts included."""
-    for each in nested:
-        kind = type(each)
-        if kind is list or kind is tuple:
-            if not _all_fake(each):
+    for value in nested:
+        value_type = type(value)
+        if value_type is list or value_type is tuple:
+            if not _all_fake(value):
                 return False
-        elif kind is not FakeTensor and kind not in _NUMBERS and type(getattr(each, _PART, None)) is not FakeTensor:
+        elif (
+            value_type is not FakeTensor
+            and value_type not in _NUMBERS
+            and type(getattr(value, _PART, None)) is not FakeTensor
+        ):
             return False
     return True
 
@@ -193,10 +207,10 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind(nothing=name.startswith(_NO_RESULT) and schema.is_mutable)
     if not name.startswith("aten::") or "lift" in name or _DATA_DEPENDENT & set(func.tags):
         return _Kind()
-    aliases = [each.alias_info for each in schema.returns]
+    aliases = [returned.alias_info for returned in schema.returns]
     if schema.is_mutable:
-        first = schema.arguments[0].alias_info
-        return _Kind(first=bool(first and first.is_write and len(aliases) == 1 and aliases[0]))
+        first_alias = schema.arguments[0].alias_info
+        return _Kind(first=bool(first_alias and first_alias.is_write and len(aliases) == 1 and aliases[0]))
     return _Kind(new=not any(aliases))
 
 
@@ -207,18 +221,18 @@ def _extend_key(key: list[Any], nested: Any) -> Any:
         The mode of the tensors, None without any, UNKNOWN if a tensor is not fake or has a known value.
     """
     mode = None
-    for each in nested:
-        kind = type(each)
-        if kind is FakeTensor:
-            if each.constant is not None or each.layout is not torch.strided or each.dtype.is_complex:
+    for value in nested:
+        value_type = type(value)
+        if value_type is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return UNKNOWN
-            key += (each.shape, each.stride(), each.dtype, each.fake_device)
-            mode = each.fake_mode
-        elif kind in _NUMBERS:
-            key += (kind, each)
-        elif kind is list or kind is tuple:
-            key.append(len(each))
-            inner = _extend_key(key, each)
+            key += (value.shape, value.stride(), value.dtype, value.fake_device)
+            mode = value.fake_mode
+        elif value_type in _NUMBERS:
+            key += (value_type, value)
+        elif value_type is list or value_type is tuple:
+            key.append(len(value))
+            inner = _extend_key(key, value)
             if inner is UNKNOWN:
                 return UNKNOWN
             mode = inner or mode
@@ -228,7 +242,7 @@ def _extend_key(key: list[Any], nested: Any) -> Any:
 
 
 def _form_of(tensor: Any) -> _ResultForm | None:
-    """The form of a tensor; None if it does not describe the tensor completely."""
+    """Return the form of a tensor; None if that does not describe it completely."""
     if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
     form = _ResultForm(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
@@ -242,9 +256,9 @@ def _form_of(tensor: Any) -> _ResultForm | None:
 def _forms_of(tensors: Any) -> tuple[_ResultForm, ...] | None:
     if type(tensors) is not tuple:
         return None
-    forms = [_form_of(each) for each in tensors]
-    complete = tuple([each for each in forms if each is not None])
-    distinct = len({each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}) == len(forms)
+    forms = [_form_of(item) for item in tensors]
+    complete = tuple([item for item in forms if item is not None])
+    distinct = len({item.untyped_storage()._cdata for item in tensors if isinstance(item, Tensor)}) == len(forms)
     if distinct and len(complete) == len(forms):
         return complete
     return None
@@ -255,7 +269,7 @@ def _new_tensor(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
 
 
 def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTensor:
-    """FakeTensor(mode, plain, device), with attributes copied from another one of the mode.
+    """Build FakeTensor(mode, plain, device) with attributes copied from another one.
 
     Setting a dozen attributes one by one takes longer than most operations.
     """
@@ -275,7 +289,8 @@ def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTens
 
 # Errors of a model that needs values.
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-_OF_BATCH = "_lockstep_given"  # an attribute of tensors that a batch brings
+# An attribute of tensors that a batch brings.
+_OF_BATCH = "_lockstep_given"
 _ATTENTION: Any = F.scaled_dot_product_attention
 
 
@@ -300,7 +315,7 @@ class FakeWorld(World):
 
 @contextlib.contextmanager
 def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterator[FakeWorld]:
-    """Context manager: rank 0 of `size` ranks on a CPU, where every tensor is fake.
+    """Simulate rank 0 of `size` ranks on a CPU, where every tensor is fake.
 
     Args:
         engine: the engine to build in it; unless it is a single process there are process groups, so no other default
@@ -310,6 +325,7 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
     with contextlib.ExitStack() as stack:
         world = FakeWorld(0, 0, size, torch.device("cpu"))
         if not ENGINES[engine].one_process:
+            # The fake process group is in torch's testing package, the same since torch 2.11.
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -330,9 +346,10 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
 
 
 def _destroy_groups() -> None:
-    gc.collect()  # DDP's reducer, before its group
+    # DDP's reducer must be gone before its group.
+    gc.collect()
     dist.destroy_process_group()
-    # They keep their first groups
+    # DeepSpeed's modules keep their first groups, and would use them in the next world.
     for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):
         module = sys.modules.get(name)
         for key, value in list(vars(module).items()) if module else ():
@@ -362,7 +379,9 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     `stack` undoes it.
     """
     parallel: Any = sys.modules[DistributedDataParallel.__module__]
+    # DDP compares parameter shapes of all ranks, which reads numbers.
     _set(stack, parallel, "_verify_param_shape_across_processes", lambda *args, **named: None)
+    # FSDP2 chunks each parameter for all ranks. Only this rank's chunk is used.
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     apply: Any = importlib.import_module("lockstep.engines.fsdp.apply")
@@ -370,6 +389,7 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     mesh = apply.init_device_mesh
 
     def init_mesh(*args: Any, **kwargs: Any) -> Any:
+        # The mesh is built from real tensors of ranks.
         with _disable_current_modes():
             return mesh(*args, **kwargs)
 
@@ -391,6 +411,7 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     wrap = ReplicatedEngine._wrap
 
     def wrapped(engine: Any, find_unused: bool) -> None:
+        # After wrapping: the hook needs the reducer.
         wrap(engine, find_unused)
         exchanging(engine._ddp)
 
@@ -404,6 +425,7 @@ def _patch_zero(stack: contextlib.ExitStack, engine: Any) -> None:
         return
     divided = zero._init_local_optimizer
 
+    # Plan for the rank with most parameters, since its peak is the largest.
     def busiest(optimizer: Any) -> None:
         sizes = [
             sum(p.numel() for group in groups for p in group["params"]) for groups in optimizer._partition_parameters()
@@ -426,10 +448,10 @@ def _patch_masks(stack: contextlib.ExitStack) -> None:
 
         def find_packed(position_ids: Tensor) -> Tensor | None:
             packed: Tensor | None = original(position_ids)
-            own = (position_ids.shape[0] == 1 or not position_ids.stride(0)) and not getattr(
+            is_row = (position_ids.shape[0] == 1 or not position_ids.stride(0)) and not getattr(
                 position_ids, _OF_BATCH, False
             )
-            if own:
+            if is_row:
                 return None
             return packed
 
@@ -438,7 +460,8 @@ def _patch_masks(stack: contextlib.ExitStack) -> None:
 
 def _set(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
     before = getattr(module, name, None)
-    if before is None:  # of another torch: it does without
+    # Another version of torch lacks the name, and does without the patch.
+    if before is None:
         return
     setattr(module, name, value)
     stack.callback(setattr, module, name, before)
@@ -460,7 +483,7 @@ class _Apply:
             if parameter is None:
                 continue
             with torch.no_grad():
-                # A tied one has been changed already
+                # A tied parameter has been changed already.
                 replacement = self._new.get(parameter)
                 replacement = change(parameter) if replacement is None else replacement
             if replacement is not parameter:
@@ -490,7 +513,7 @@ class _Chunks:
 
 
 def _attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention without dropout: a CPU has no fused kernel with it, and every GPU does."""
+    """Compute attention without dropout, since only GPUs have a fused kernel with it."""
     kwargs.pop("dropout_p", None)
     output: Tensor = _ATTENTION(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **kwargs)
     return output
@@ -501,12 +524,13 @@ def exchanging(model: nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
 
+    # torch's stub lacks GradBucket.
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    # The engine has one of its own, for compression
+    # The engine may have set a hook of its own, for compression; a second one is refused.
     with contextlib.suppress(RuntimeError):
         model.register_comm_hook(None, hook)
 
@@ -522,6 +546,7 @@ def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:
         _set(stack, sys.modules[type(split).__module__], "is_invalid_grad_norm", lambda norm: False)
 
 
+# torch's class has no annotations.
 class Unwatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that the compiler does not guard at each operation: a trace compiles nothing."""
 
@@ -539,8 +564,8 @@ def fake_device(tensor: Any) -> torch.device | None:
 
 def local(tensor: Tensor) -> Tensor:
     """Return a DTensor's local part, or the tensor itself, without an operation as in `to_local`."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    local_tensor: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
 
 
 def as_fake(batch: Any) -> Any:

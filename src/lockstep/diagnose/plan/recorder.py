@@ -25,9 +25,10 @@ from lockstep.diagnose.plan.fakes import UNKNOWN, Unwatched, fake_device, local,
 __all__ = ["OperationRecorder", "Work"]
 
 _ATEN: Any = torch.ops.aten
+# Growth of a peak, as a share, below which it is not divided again.
 _MIN_GROWTH = 0.002
 _DEVICE: Any = torch.ops.prim.device.default
-# The CPU's kernels of attention, whose operations are counted as FlashAttention's.
+# The CPU's attention kernels, counted as FlashAttention's operations.
 _ALIKE = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _ATEN._scaled_dot_product_flash_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATEN._scaled_dot_product_flash_attention_backward,
@@ -59,6 +60,7 @@ class _Cell:
         self.size = size
 
 
+# torch's dispatch modes have no annotations, so their methods are untyped here too.
 class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts memory and work.
 
@@ -111,6 +113,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         cells = self._cells
         plain = self._resize
 
+        # FSDP2 empties storages that it keeps and fills them again, which no operation shows.
         def resize_(storage: Any, size: int) -> Any:
             value = plain(storage, size)
             cell = cells.get(storage)
@@ -119,6 +122,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
                 cell.size = size
             return value
 
+        # mypy forbids the assignment to a method of torch.
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -129,7 +133,8 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # frequent, and no work
+        # This operation is frequent and does no work, so it is answered first.
+        if func is _DEVICE:
             device = fake_device(args[0])
             if device is not None:
                 return device
@@ -161,31 +166,32 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
     def _track(self, tensor: Tensor) -> bool:
         """Track a tensor's storage, and return whether it is new."""
-        part = local(tensor)
-        storage = part.untyped_storage()
+        local_tensor = local(tensor)
+        storage = local_tensor.untyped_storage()
         if storage in self._cells:
             return False
-        # A description of a shape, as DeepSpeed has some
-        if (fake_device(part) or part.device).type == "meta":
+        # DeepSpeed has tensors on the meta device that describe a shape only.
+        if (fake_device(local_tensor) or local_tensor.device).type == "meta":
             return False
         cell = _Cell(storage.nbytes())
         self._cells[storage] = cell
         self.level += cell.size
-        place = id(cell)
+        key = id(cell)
 
+        # A weak reference without a callback would not show when the storage ends.
         def end(_: Any) -> None:
             self.level -= cell.size
-            self._ends.pop(place, None)
+            self._ends.pop(key, None)
 
-        self._ends[place] = weakref.ref(storage, end)
+        self._ends[key] = weakref.ref(storage, end)
         return True
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, outputs: list[Tensor]) -> None:
-        kind = self._kinds.get(func)
-        if kind is None:
+        traits = self._kinds.get(func)
+        if traits is None:
             packet = _ALIKE.get(str(func._overloadpacket), func._overloadpacket)
-            kind = self._kinds[func] = (func.is_view or func is _ATEN.detach.default, flop_registry.get(packet))
-        view, flops = kind
+            traits = self._kinds[func] = (func.is_view or func is _ATEN.detach.default, flop_registry.get(packet))
+        view, flops = traits
         if view:
             return
         work = self.work.get(self.phase)
@@ -212,19 +218,19 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         parts["rest"] = self.level - sum(size for name, size in parts.items() if name != "rest")
 
     def _part_sizes(self) -> dict[str, int]:
-        """Bytes of each part, each storage once."""
+        """Return the bytes of each part; a storage counts once."""
         storages = set[Any]()
         sizes = dict[str, int]()
         assert self.divide
         for name, tensors in self.divide().items():
-            own = {local(tensor).untyped_storage() for tensor in tensors} - storages
-            storages |= own
-            sizes[name] = sum([storage.nbytes() for storage in own])
+            part_storages = {local(tensor).untyped_storage() for tensor in tensors} - storages
+            storages |= part_storages
+            sizes[name] = sum([storage.nbytes() for storage in part_storages])
         return sizes
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    """The tensors of an operation's arguments or result, nested or not."""
+    """Return the tensors of an operation's arguments or result, nested or not."""
     if isinstance(nested, Tensor):
         return [nested]
     if isinstance(nested, dict):
@@ -232,9 +238,9 @@ def _tensors(nested: Any) -> list[Tensor]:
     elif not isinstance(nested, (tuple, list)):
         return []
     tensors = []
-    for each in nested:
-        if isinstance(each, Tensor):
-            tensors.append(each)
-        elif isinstance(each, (tuple, list, dict)):
-            tensors += _tensors(each)
+    for value in nested:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            tensors += _tensors(value)
     return tensors

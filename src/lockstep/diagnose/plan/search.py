@@ -20,10 +20,15 @@ from lockstep.transforms.precision import PARAMETERS
 __all__ = ["PlanResult", "PlanRow", "searched"]
 
 _POLICIES = ("none", "selective", "full")
-_MOST = 1 << 14  # samples of a micro-batch
-_LONGEST = 64  # times the requested length, if the model has no limit
-_SHOWN = 12  # rows
-_RETRIES = 3  # micro-batches tried for a row
+# Samples of a micro-batch.
+_MOST = 1 << 14
+# Times the requested length, if the model has no limit.
+_LONGEST = 64
+# Rows of the table.
+_SHOWN = 12
+# Micro-batch sizes that are tried for a row.
+_RETRIES = 3
+# Blocks in the search for the deepest model.
 _DEEPEST = 1 << 12
 
 
@@ -125,7 +130,7 @@ def _micro_batch(planner: Planner, open_batch: bool) -> int:
 
 
 def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> list[int]:
-    """The allowed micro-batch sizes: those that divide a fixed batch."""
+    """Return the allowed micro-batch sizes: those that divide a fixed batch."""
     if open_batch:
         if every:
             return list(range(1, 513))
@@ -156,7 +161,7 @@ def _seq_len(planner: Planner, estimate: MemoryEstimate) -> int | None:
     points = ((0, estimate.held), (config.seq_len, estimate.peak))
 
     def evaluate(tokens: int) -> float:
-        # Keep it: its id is part of the key of its traces
+        # Keep the subject: its id is part of the key of its traces, and must not be used again.
         subjects[tokens] = windows(tokens)
         return planner.estimate(dataclasses.replace(config, seq_len=tokens), subject=subjects[tokens]).peak
 
@@ -185,25 +190,26 @@ def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
     state_bytes = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
     rows = list[PlanRow]()
     base: dict[tuple[str, int], MemoryEstimate] = {}
-    first: tuple[str, EngineOptions] | None = None
+    first_engine: tuple[str, EngineOptions] | None = None
     for name, options in variants(planner.size, planner.config.engine_options):
         plain = dataclasses.replace(planner.config, engine=name, engine_options=options)
         if plain.optim.name in ("adamw", "adam"):
             states = state_bytes[2]
         else:
             states = 0.0
+        # Skip engines that cannot fit even without activations: a trace takes seconds.
         if least_held(name, options, planner.size, (*state_bytes[:2], states)) > planner.device.room:
             continue
         try:
-            own = planner.estimate(_at(planner, plain, "none", 1, open_batch))
-            first = first or (name, options)
+            engine_estimate = planner.estimate(_at(planner, plain, "none", 1, open_batch))
+            first_engine = first_engine or (name, options)
             if not base:
-                base = _policies(planner, first, open_batch)
+                base = _policies(planner, first_engine, open_batch)
         except UsageError:
             continue
         for policy in _POLICIES:
             if (policy, 1) in base:
-                rows += _best_row(planner, plain, policy, own, base, open_batch)
+                rows += _best_row(planner, plain, policy, engine_estimate, base, open_batch)
     return _trace_rows(planner, rows, open_batch)
 
 
@@ -234,13 +240,17 @@ def _policies(
             estimates[policy, 2] = (
                 _extrapolate(small, estimates["none", 1], plain, larger) if plain else planner.estimate(larger)
             )
-        except UsageError:  # no blocks are known
+        except UsageError:
+            # The model has no known blocks, which the policy needs.
             continue
     return estimates
 
 
 def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEstimate, config: Config) -> MemoryEstimate:
-    """Scale `estimate` to larger micro-batches; `low` and `high` determine its constant part."""
+    """Scale `estimate` to larger micro-batches.
+
+    `low` and `high` determine its constant part.
+    """
     small = low.config.micro_size
     large = high.config.micro_size
     if small == large:
@@ -254,11 +264,11 @@ def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEsti
     for name, size in estimate.phases.items():
         if name in low.phases and name in high.phases:
             phases[name] = grown(size, low.phases[name], high.phases[name])
-    own, less, more = (each.work["compute"] for each in (estimate, low, high))
+    scaled_work, less, more = (entry.work["compute"] for entry in (estimate, low, high))
     compute = Work(
-        grown(own.flops, less.flops, more.flops),
-        grown(own.moved, less.moved, more.moved),
-        grown(own.calls, less.calls, more.calls),
+        grown(scaled_work.flops, less.flops, more.flops),
+        grown(scaled_work.moved, less.moved, more.moved),
+        grown(scaled_work.calls, less.calls, more.calls),
     )
     work = {**estimate.work, "compute": compute}
     return dataclasses.replace(estimate, config=config, phases=phases, work=work, batch=estimate.batch * large / small)
@@ -272,7 +282,7 @@ def _best_row(
     base: dict[tuple[str, int], MemoryEstimate],
     open_batch: bool,
 ) -> Iterable[PlanRow]:
-    """The fastest size that fits.
+    """Return the fastest size that fits.
 
     It is interpolated between two estimates of the first engine, plus this engine's difference in each phase.
     """
@@ -283,9 +293,11 @@ def _best_row(
     for size in _micro_sizes(planner, open_batch):
         sized = dataclasses.replace(_with_micro(planner, config, size, open_batch), activation_checkpointing=policy)
         estimate = _combine(low, high, own, plain, sized, planner)
+        # Larger micro-batches need more memory, so none of them fits.
         if estimate.peak > planner.device.room:
             break
         row = PlanRow(sized, _flags(planner, sized), estimate.peak, _times(planner, estimate))
+        # A larger micro-batch must be faster by 2 %: the estimate is not finer than that.
         if best is None or row.rate > 1.02 * best.rate:
             best = row
     if best:
@@ -351,7 +363,7 @@ def _trace_rows(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list
 
 
 def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
-    """The flags that a command needs for this configuration."""
+    """Return the flags that a command needs for this configuration."""
     request = planner.asked
     flags = ["--engine", config.engine]
     if config.engine_options.sharding != request.engine_options.sharding:
@@ -362,17 +374,20 @@ def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
 
 
 def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
-    """The first change to make."""
+    """Return the first change to make."""
     if rows:
         return f"change first: {' '.join(rows[0].flags)}"
     config = planner.config
     room = planner.device.room
-    *_, last = variants(planner.size, config.engine_options)
+    *_, last_variant = variants(planner.size, config.engine_options)
     least = dataclasses.replace(
-        _at(planner, config, "full", 1, open_batch), engine=last[0], engine_options=last[1], exact=config.exact
+        _at(planner, config, "full", 1, open_batch),
+        engine=last_variant[0],
+        engine_options=last_variant[1],
+        exact=config.exact,
     )
     least = dataclasses.replace(
-        least, engine_options=dataclasses.replace(last[1], sharding=config.engine_options.sharding)
+        least, engine_options=dataclasses.replace(last_variant[1], sharding=config.engine_options.sharding)
     )
     candidates = [("", least)]
     if config.precision == "bf16" and planner.size > 1:

@@ -87,7 +87,7 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
 
     def batch(size: int) -> Any:
-        loaded = asked("dataset", lambda: [dataset[place % samples] for place in range(size)])
+        loaded = asked("dataset", lambda: [dataset[index % samples] for index in range(size)])
         return asked("collate", lambda: task.collate(loaded))
 
     return Subject(task, samples, lambda layers: _with_layers(task, layers), batch)
@@ -102,7 +102,7 @@ def _streamed(config: Config, task: Task, source: StreamSource | MixtureSource) 
         samples, _ = reader_of(source, lanes).read(lanes.count, 0, size, epoch=0)
         if not samples:
             raise DataError("the training set is empty: no part of the stream yields a sample")
-        repeated = [samples[place % len(samples)] for place in range(size)]
+        repeated = [samples[index % len(samples)] for index in range(size)]
         return asked("collate", lambda: task.collate(repeated))
 
     return Subject(task, 0, lambda layers: _with_layers(task, layers), batch)
@@ -123,9 +123,9 @@ def asked(method: str, call: Callable[[], Any]) -> Any:
 
 
 def _with_layers(task: Task, layers: int) -> Task:
-    """The task with only the first `layers` blocks of its model.
+    """Return the task with only the first `layers` blocks of its model.
 
-    All are in one list.
+    The blocks are all in one list.
     """
     if not layers:
         return task
@@ -157,23 +157,28 @@ def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
     else:
         blocks = list(declared)
     shapes = set()
+    # Blocks that differ in shape cannot stand for each other.
     for block in blocks:
         shapes.add(str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]))
     if len(shapes) != 1 or len({type(block) for block in blocks}) != 1:
         return None
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return next((each for each in lists if list(each) == blocks), None)
+    return next((module_list for module_list in lists if list(module_list) == blocks), None)
 
 
 def _language_model(config: Config, say: Say) -> Subject:
-    """The built-in GPT, or one of `transformers` by its configuration, without corpus or weights."""
+    """Return the built-in GPT, or one of `transformers` by its configuration.
+
+    Needs neither corpus nor weights.
+    """
     hub = is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file()
     file = Path(config.model_name).expanduser()
     if file.name == "config.json" and file.is_file():
         config = dataclasses.replace(config, model_name=str(file.parent))
         hub = True
     if not hub and config.model_name not in PRESETS:
-        make_task(config, say)  # raises an error that lists the known names
+        # Raises an error that lists the known names.
+        make_task(config, say)
     if hub:
         return _of_hub(config, say)
     return _built_in(config)
@@ -212,6 +217,7 @@ def _of_hub(config: Config, say: Say) -> Subject:
     vocabulary = trained_size(config.tokenizer) or source.vocab_size
     checkpoint_dtype = getattr(source.settings, "dtype", None) or getattr(source.settings, "torch_dtype", None)
     dtype = _DTYPES.get(config.precision, torch.float32)
+    # With LoRA the pretrained weights keep the dtype of their checkpoint.
     if config.lora.rank and options.pretrained:
         if isinstance(checkpoint_dtype, torch.dtype):
             dtype = checkpoint_dtype
@@ -257,7 +263,7 @@ class _ShapeOnlyCorpus:
 
 
 def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
-    """A micro-batch of full windows."""
+    """Return a function: samples -> a micro-batch of full windows."""
     names: Sequence[str] = ("input_ids", "labels")
     if config.data.packing == "documents":
         names = (*names, "positions", "documents")

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
+
+# torch has no public functions for nested values; the module is the same since torch 2.11.
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.engine_options import ENGINES, PLAIN, own_options
@@ -45,7 +47,8 @@ from lockstep.transforms.weight_copies import copies_of
 
 __all__ = ["StepTrace", "Untraceable", "probed", "traced", "unlike"]
 
-_EDGE = 2  # blocks at each end that have a phase of their own
+# Blocks at each end that have a phase of their own.
+_EDGE = 2
 
 
 class Untraceable(UsageError):
@@ -104,7 +107,8 @@ def traced(
                 ) from error
             except LockstepError:
                 raise
-            except Exception as error:  # an error in any case, or only without values: `probed` finds out
+            except Exception as error:
+                # It is an error in any case, or only without values: `probed` finds out.
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 raise Untraceable(
                     f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {reason}"
@@ -118,12 +122,12 @@ def _freeze_gc() -> Iterator[None]:
     A trace collects three times, and passing over all objects of torch and of other traces takes a third of a second
     each time. Objects that were already frozen stay frozen.
     """
-    own = not gc.get_freeze_count()
+    was_empty = not gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        if own:
+        if was_empty:
             gc.unfreeze()
 
 
@@ -173,10 +177,10 @@ class _Stage:
         self._engine = self._build_engine(config, world)
         exchanging(self._engine.model)
         self._loss = loss_of(self._task)
-        # Fsdp changes parameters on the way, never modules
+        # FSDP changes parameters during a step, but never modules, so the dicts of parameters stay the same.
         modules = list(self._engine.model.modules())
-        self._parameters = [each._parameters for each in modules if each._parameters]
-        self._buffers = [each._buffers for each in modules if each._buffers]
+        self._parameters = [module._parameters for module in modules if module._parameters]
+        self._buffers = [module._buffers for module in modules if module._buffers]
 
     def _build_engine(self, config: Config, world: Any) -> Engine:
         def make(model: nn.Module) -> Optimizer:
@@ -184,7 +188,7 @@ class _Stage:
             return self._optimizer
 
         options = config.engine_options
-        # A step of fsdp would ask the others for numbers
+        # With "auto" a step of fsdp would ask the other ranks for numbers.
         if options.find_unused_parameters == "auto":
             options = dataclasses.replace(options, find_unused_parameters=_unused_option(config))
         return engine(
@@ -207,36 +211,41 @@ class _Stage:
         start = self._recorder.peaks.get("start", 0)
         before = recorder.level
         batch = self._batch()
-        own = recorder.level - before
+        batch_bytes = recorder.level - before
         recorder.divide = self._parts
         with contextlib.ExitStack() as stack:
             _mark(self._blocks, recorder, stack)
             finite(self._engine.model, stack)
-            first = self._begin(batch, slots)
+            first_step = self._begin(batch, slots)
+            # Free the tensors of the first step, or they would count in the traced one.
             gc.collect()
             recorder.begin()
+            # The first step covers the micro-batches in between.
             traced_slots = min(slots, 2) if self._first_differs else slots
             self._step(batch, traced_slots)
         gc.collect()
         levels = dict(recorder.levels)
         divided = dict(recorder.parts)
-        for name, values in first.levels.items():
-            levels[f"first {name}"], divided[f"first {name}"] = values, first.parts[name]
-            # Neither the first micro-batch of a step nor the exchanged one
+        for name, values in first_step.levels.items():
+            levels[f"first {name}"], divided[f"first {name}"] = values, first_step.parts[name]
+            # A middle micro-batch is neither the first of a step nor the exchanged one.
             if slots > 2 and name != "update":
-                levels[f"middle {name}"] = [level + first.states for level in values]
-                divided[f"middle {name}"] = first.parts[name] | {"optimizer states": first.states}
-        levels = {name: [level - own for level in values] for name, values in levels.items()}
+                levels[f"middle {name}"] = [level + first_step.states for level in values]
+                divided[f"middle {name}"] = first_step.parts[name] | {"optimizer states": first_step.states}
+        # The batch does not belong to the step: it is added for as many batches as are in memory.
+        levels = {name: [level - batch_bytes for level in values] for name, values in levels.items()}
         peaks = {name: float(max(values)) for name, values in levels.items()}
         parts = {
-            name: {key: float(size - own * (key == "rest")) for key, size in each.items()}
-            for name, each in divided.items()
+            name: {key: float(size - batch_bytes * (key == "rest")) for key, size in sizes.items()}
+            for name, sizes in divided.items()
         }
-        state_bytes = float(recorder.level - own)
-        for each in parts.values():
-            self._name_engine_state(each, state_bytes)
+        state_bytes = float(recorder.level - batch_bytes)
+        for sizes in parts.values():
+            self._name_engine_state(sizes, state_bytes)
         peaks["start"] = float(start)
-        return StepTrace(peaks, levels, parts, state_bytes, _total_work(recorder.work, traced_slots), float(own))
+        return StepTrace(
+            peaks, levels, parts, state_bytes, _total_work(recorder.work, traced_slots), float(batch_bytes)
+        )
 
     def _name_engine_state(self, parts: dict[str, float], state_bytes: float) -> None:
         """Name gradients in DDP's buffers, and states that ZeRO's optimizer does not expose.
@@ -266,7 +275,7 @@ class _Stage:
             self._step(batch, min(slots, 2))
             gc.collect()
             return _FirstStep(recorder.levels, recorder.parts, recorder.level - before)
-        # They count their forwards
+        # These engines and recorders count their forwards, so a full step must come first.
         if self._counting or recorders(self._model):
             self._step(batch, slots)
             return _FirstStep({}, {}, 0)
@@ -303,6 +312,7 @@ class _Stage:
         recorder = self._recorder
         recorder.phase = "begin"
         with self._engine.accumulate(last):
+            # A model that reads a number cannot be traced; the engine may read its own.
             recorder.asked = False
             try:
                 loss = self._loss(self._engine.model, batch)
@@ -312,7 +322,7 @@ class _Stage:
             self._engine.backward(loss, 1.0)
 
     def _parts(self) -> dict[str, list[Tensor]]:
-        """The named tensors of this rank."""
+        """Return the named tensors of this rank."""
         parameters = [p for group in self._parameters for p in group.values() if p is not None]
         copied = copies_of(self._model)
         copies = copied.tensors if copied else []
@@ -358,24 +368,24 @@ def _first_step_differs(config: Config) -> bool:
 
 
 def _unused_option(config: Config) -> str:
-    """The value of find_unused_parameters that a trace uses for "auto".
+    """Return the find_unused_parameters that a trace uses for "auto".
 
     DDP rebuilds its buffers by numbers after the first exchanged step, if no parameter is unused.
     """
-    own = own_options(config.engine)
-    if "bucket_cap_mb" in own and not _first_step_differs(config):
+    options = own_options(config.engine)
+    if "bucket_cap_mb" in options and not _first_step_differs(config):
         return "true"
-    if "sharding" in own:
+    if "sharding" in options:
         return "false"
     return "auto"
 
 
 def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextlib.ExitStack) -> None:
     """Set the recorder's phase by the forward and the backward of the blocks."""
-    last = len(blocks) - 1
+    last_index = len(blocks) - 1
 
     def forward(place: int) -> Any:
-        name = f"forward {place if place < _EDGE else place - last - 1}"
+        name = f"forward {place if place < _EDGE else place - last_index - 1}"
 
         def begin(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             recorder.phase = name
@@ -385,11 +395,11 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
         return begin
 
     def backward(place: int) -> Any:
-        name = f"backward {place if place < _EDGE else place - last - 1}"
+        name = f"backward {place if place < _EDGE else place - last_index - 1}"
 
         def end(module: nn.Module, inputs: Any, output: Any) -> None:
             _when_done([output], name)
-            if place == last:
+            if place == last_index:
                 recorder.phase = "loss"
 
         return end
@@ -398,6 +408,7 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
         """Start the phase when the gradient of these is known."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
+                # torch's method has no annotations.
                 leaf.register_hook(lambda _: setattr(recorder, "phase", name))  # type: ignore[no-untyped-call]
 
     for place, block in enumerate(blocks):
@@ -408,10 +419,10 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
 def _total_work(work: dict[str, Work], slots: int) -> dict[str, Work]:
     """Sum the work by "compute", of one micro-batch, and "update"."""
     totals = {"compute": Work(), "update": Work()}
-    for name, each in work.items():
+    for name, phase_work in work.items():
         into = totals["update" if name == "update" else "compute"]
         share = 1 if name == "update" else slots
-        into.flops += each.flops / share
-        into.moved += each.moved / share
-        into.calls += each.calls / share
+        into.flops += phase_work.flops / share
+        into.moved += phase_work.moved / share
+        into.calls += phase_work.calls / share
     return totals

@@ -1,1 +1,1 @@
-"""Analysis of all ranks' traces: the time of a step by part, and the best change."""
+"""Analyse all ranks' traces: the time of a step by part, and the best change."""

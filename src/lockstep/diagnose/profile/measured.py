@@ -11,9 +11,12 @@ from lockstep.diagnose.profile.reading import NONE, length
 
 __all__ = ["WORTH", "ProfileSummary", "Remedy", "empty", "in_torch_words"]
 
-_EVENT = 3e-3  # milliseconds: no event costs more
-_WAITS = ("data", "host", "records", "evaluation", "checkpoint")  # bottlenecks that are waits of the thread
-WORTH = 1.1  # speed-up below which a change is not proposed
+# Milliseconds. No event costs more.
+_EVENT = 3e-3
+# Bottlenecks that are waits of the thread.
+_WAITS = ("data", "host", "records", "evaluation", "checkpoint")
+# Speed-up below which a change is not proposed.
+WORTH = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class ProfileSummary:
         saves = marks.get("save", NONE)
         best = saves_of_evaluations(self.ranks[0].trace)
         of_best = self.steady["checkpoint"] * length(best) / max(length(saves), 1e-9)
-        # Without the evaluation they would not have been
+        # These saves would not exist without the evaluation, so they count with it.
         self.steady["evaluation"] += of_best
         self.steady["checkpoint"] -= of_best
         for name, count, freq in (
@@ -71,8 +74,9 @@ class ProfileSummary:
             ("record", len(marks.get("record", NONE)), "log_freq"),
         ):
             every = int(self.option(freq) or 0)
+            # The traced steps may have more or fewer of them than a long run: scale to the run's frequency.
             self.steady[name] *= self.ranks[0].trace.steps / count / every if count and every else 0.0
-        self.step = sum(spent for name, spent in self.steady.items() if name != "hidden_communication")
+        self.step = sum(milliseconds for name, milliseconds in self.steady.items() if name != "hidden_communication")
 
     def _untraced(self) -> float:
         """Subtract the trace's cost of each event, and return the total of a step's parts.
@@ -82,7 +86,7 @@ class ProfileSummary:
         cost = 0.0
         least = float(self.about.get("event_us", 0.0)) / 1e3
         for rank in self.ranks:
-            each = self.event / rank.trace.steps / len(self.ranks)
+            event_ms = self.event / rank.trace.steps / len(self.ranks)
             events = rank.trace.events
             frames = rank.trace.frames
             passes = events.get("forward", 0) + events.get("backward", 0)
@@ -93,12 +97,12 @@ class ProfileSummary:
                 ("evaluation", events.get("evaluate", 0)),
             ):
                 if name != "evaluation":
-                    of_one = each
+                    of_one = event_ms
                 else:
                     of_one = least / rank.trace.steps / len(self.ranks)
-                less = min(self.steady[name], count * of_one)
-                self.steady[name] -= less
-                cost += less * (name != "evaluation")
+                deducted = min(self.steady[name], count * of_one)
+                self.steady[name] -= deducted
+                cost += deducted * (name != "evaluation")
         return cost
 
     @property
@@ -112,7 +116,9 @@ class ProfileSummary:
         costs = []
         for rank in self.ranks:
             longer = rank.trace.about.get("tracing_ms")
-            count = sum(rank.trace.events.get(part, 0) for part in ("forward", "backward", "update")) / rank.trace.steps
+            count = (
+                sum(rank.trace.events.get(phase, 0) for phase in ("forward", "backward", "update")) / rank.trace.steps
+            )
             has_time = longer is not None and count
             costs.append(min(max(float(longer or 0.0) / count, least), _EVENT) if has_time else least)
         return fmean(costs)
@@ -162,8 +168,8 @@ class ProfileSummary:
         """Lower bound of a CPU's step: its work over all cores of the host."""
         if not self.on_cpu:
             return 0.0
-        own = fmean(sum(map(float, rank.trace.about.get("cpu", {}).values())) for rank in self.ranks)
-        total = int(self.about.get("local_ranks", 1)) * (own - self.tracing + self.usage("others"))
+        rank_ms = fmean(sum(map(float, rank.trace.about.get("cpu", {}).values())) for rank in self.ranks)
+        total = int(self.about.get("local_ranks", 1)) * (rank_ms - self.tracing + self.usage("others"))
         return max(0.0, total / max(1, int(self.about.get("cores", 1))))
 
     def without(self, **savings: float) -> float:
@@ -194,7 +200,7 @@ _TORCH_WORDS = (
 
 
 def in_torch_words(text: str) -> str:
-    """Replace lockstep's flags in advice by what a script of one's own does in place of them."""
+    """Replace lockstep's flags in advice by what a script does in their place."""
     for pattern, words in _TORCH_WORDS:
         text = re.sub(pattern, words, text)
     return text
@@ -203,7 +209,7 @@ def in_torch_words(text: str) -> str:
 def empty(run: ProfileSummary) -> float:
     """Return the share of padding positions, over all ranks."""
     counts = [rank.trace.about.get("padding") or {} for rank in run.ranks]
-    total = sum(int(each.get("positions", 0)) for each in counts)
+    total = sum(int(count.get("positions", 0)) for count in counts)
     if total:
-        return sum(int(each.get("empty", 0)) for each in counts) / total
+        return sum(int(count.get("empty", 0)) for count in counts) / total
     return 0.0

@@ -22,8 +22,10 @@ PARTS = (
     *("compute", "hidden_communication", "exposed_communication", "data", "host"),
     *("update", "checkpoint", "evaluation", "imbalance", "queued"),
 )
-_NEAR = 50.0  # microseconds between the end of a wait and its effect
-_PAIRED = 2e5  # microseconds by which the ends of one exchange may differ between ranks
+# Microseconds between the end of a wait and its effect.
+_NEAR = 50.0
+# Microseconds by which the ends of one exchange may differ between ranks.
+_PAIRED = 2e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +79,18 @@ def saves_of_evaluations(trace: ProfileTrace) -> Spans:
     every = int(trace.about.get("options", {}).get("ckpt_freq") or 0)
     evaluated = {_step_at(steps, begin): begin for begin, _ in evaluations}
     places = [_step_at(steps, begin) for begin, _ in saves]
-    first = int(trace.about["steps"][0])
-    due = [bool(every) and (first + place) % every == 0 for place in places]
+    first_step = int(trace.about["steps"][0])
+    due = [bool(every) and (first_step + step_index) % every == 0 for step_index in places]
     after = []
-    for place, (begin, _) in zip(places, saves, strict=True):
-        after.append(evaluated.get(place, np.inf) < begin)
+    for step_index, (begin, _) in zip(places, saves, strict=True):
+        after.append(evaluated.get(step_index, np.inf) < begin)
+    # A save after an evaluation in a step without a due save is of the best evaluation.
     chosen: Spans = saves[[it and not was for it, was in zip(after, due, strict=True)]] if len(saves) else NONE
     return chosen
 
 
 def _step_at(steps: Spans, at: float) -> int:
-    """The index of the last step that has begun."""
+    """Return the index of the last step that has begun."""
     return int(np.searchsorted(steps[:, 0], at, side="right")) - 1
 
 
@@ -97,6 +100,7 @@ def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
     evaluation = mark.get("evaluate", NONE)
     checkpoint = minus(mark.get("save", NONE), evaluation)
     record = minus(mark.get("record", NONE), union(evaluation, checkpoint))
+    # Each part takes its time out of the rest, so that the parts are disjoint.
     remainder = minus(window, union(evaluation, checkpoint, record))
     data = common(union(mark.get("data", NONE), mark.get("load", NONE)), remainder)
     remainder = minus(remainder, data)
@@ -144,9 +148,9 @@ def _without_queue(rank: Parted) -> Parted:
     """
     about = rank.trace.about
     parts = dict(rank.parts)
-    queued = {name: float(spent) for name, spent in about.get("queued", {}).items()}
+    queued = {name: float(milliseconds) for name, milliseconds in about.get("queued", {}).items()}
     cpu_time, queue_time = (
-        sum(float(each.get(name, 0.0)) for name in ("forward", "backward")) for each in (about.get("cpu", {}), queued)
+        sum(float(times.get(name, 0.0)) for name in ("forward", "backward")) for times in (about.get("cpu", {}), queued)
     )
     computing = rank.forward + rank.backward
     between = rank.passes - rank.calling
@@ -158,7 +162,7 @@ def _without_queue(rank: Parted) -> Parted:
     remaining = 1.0 - min(queue_time, demand) / max(demand, 1e-9)
     outside = max(float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values()), 0.0)
     own_host = parts["host"] - rank.passes - rank.record
-    # Outside a step's parts
+    # The time outside a step's parts, such as evaluations.
     other = own_host + rank.record + parts["evaluation"] + parts["checkpoint"]
     lost_share = min(outside / max(other, 1e-9), 1.0)
     cost = {
@@ -169,8 +173,8 @@ def _without_queue(rank: Parted) -> Parted:
         "data": min(queued.get("data", 0.0), parts["data"]),
         "update": min(queued.get("update", 0.0), parts["update"]),
     }
-    for name, spent in cost.items():
-        parts[name] = max(0.0, parts[name] - spent)
+    for name, milliseconds in cost.items():
+        parts[name] = max(0.0, parts[name] - milliseconds)
         parts["queued"] += rank.parts[name] - parts[name]
     return replace(
         rank,
@@ -188,6 +192,7 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
     window = union([trace.window])
     mark = {name: common(spans, window) for name, spans in trace.marks.items()}
     work = {name: common(spans, window) for name, spans in trace.works.items()}
+    # Kernels of these phases are no part of the model's computing.
     phases = [work.get(name, NONE) for name in ("update", "evaluate", "save")]
     compute = union(*(spans for name, spans in work.items() if name not in ("update", "evaluate", "save")))
     update, evaluation_work, checkpoint_work = _in_turn(compute, *phases)
@@ -196,10 +201,13 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
     exposed = minus(exchanges, busy)
     imbalance = common(exposed, late)
     copies = minus(common(trace.copies, window), union(busy, exchanges))
+    # Time in which the device does nothing. The parts below divide it by what the host does meanwhile.
     idle = minus(window, union(busy, exchanges, copies))
     places = (mark.get("evaluate", NONE), mark.get("save", NONE), mark.get("record", NONE))
     loading = union(mark.get("data", NONE), mark.get("load", NONE))
-    evaluation, checkpoint, record, data = (common(idle, each) for each in _in_turn(NONE, *places, loading))
+    evaluation, checkpoint, record, data = (
+        common(idle, spans_of_mark) for spans_of_mark in _in_turn(NONE, *places, loading)
+    )
     remainder = minus(idle, union(evaluation, checkpoint, record, data))
     if len(trace.waits):
         reach = trace.waits + np.array([-_NEAR, _NEAR])
@@ -235,13 +243,13 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
 
 
 def _alone(trace: ProfileTrace, exposed: Spans) -> tuple[float, ...]:
-    """Milliseconds of each step without exposed exchanges and waits for a core."""
+    """Return the milliseconds of each step without exposed exchanges and waits for a core."""
     steps = trace.marks["step"]
     queued = trace.about.get("queued_by_step") or [0.0] * len(steps)
-    each = []
+    step_times = []
     for begin, end in steps:
-        each.append(end - begin - length(common(exposed, union([(begin, end)]))))
-    return tuple(spent / 1e3 - float(wait) for spent, wait in zip(each, queued, strict=False))
+        step_times.append(end - begin - length(common(exposed, union([(begin, end)]))))
+    return tuple(duration / 1e3 - float(wait) for duration, wait in zip(step_times, queued, strict=False))
 
 
 def _per_step(trace: ProfileTrace) -> Callable[[Spans], float]:
@@ -250,7 +258,7 @@ def _per_step(trace: ProfileTrace) -> Callable[[Spans], float]:
 
 
 def _in_turn(earlier: Spans, *groups: Spans) -> list[Spans]:
-    """Each of the given spans without `earlier` and those before it."""
+    """Return each of the given spans without `earlier` and those before it."""
     results = []
     for spans in groups:
         results.append(minus(spans, earlier))
@@ -259,7 +267,7 @@ def _in_turn(earlier: Spans, *groups: Spans) -> list[Spans]:
 
 
 def _beginning_in(gaps: Spans, places: Spans) -> Spans:
-    """The gaps that begin within one of the places."""
+    """Return the gaps that begin within one of the places."""
     edges = places.reshape(-1)
     matches: Spans = gaps[np.searchsorted(edges, gaps[:, 0], side="right") % 2 == 1]
     return matches
@@ -270,29 +278,33 @@ def _all(trace: ProfileTrace) -> Spans:
 
 
 def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
-    """For each rank, the times at an exchange that another rank had not yet reached.
+    """Return for each rank the times at an exchange that another rank had not reached.
 
     Exchanges of two ranks are matched by their ends, which no rank reaches long before another.
     """
     clocks = _clocks(traces)
-    kinds = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
+    exchanges_of_ranks = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
     waits = []
     for rank, clock in enumerate(clocks):
         late = []
-        for kind, own in kinds[rank].items():
-            begins = [own[:, 0]]
-            for peer, exchanges in enumerate(kinds):
-                if peer != rank and kind in exchanges:
-                    begins.append(_peer_begins(own, exchanges[kind]))
-            late.append(np.stack([own[:, 0], np.minimum(np.max(begins, axis=0), own[:, 1])], axis=1) + clock)
+        for collective, exchanges_here in exchanges_of_ranks[rank].items():
+            begins = [exchanges_here[:, 0]]
+            for peer, exchanges in enumerate(exchanges_of_ranks):
+                if peer != rank and collective in exchanges:
+                    begins.append(_peer_begins(exchanges_here, exchanges[collective]))
+            late.append(
+                np.stack([exchanges_here[:, 0], np.minimum(np.max(begins, axis=0), exchanges_here[:, 1])], axis=1)
+                + clock
+            )
         waits.append(union(*late))
     return waits
 
 
 def _peer_begins(own: Spans, peer: Spans) -> NDArray[np.float64]:
-    """When another rank reached each exchange; -inf if it has no match."""
+    """Return when another rank reached each exchange; -inf if it has no match."""
     order = np.argsort(peer[:, 1])
     ends = peer[order, 1]
+    # The peer's nearest end is the one before or after this rank's.
     after = np.clip(np.searchsorted(ends, own[:, 1]), 1, max(1, len(ends) - 1))
     near = np.where(
         np.abs(ends[after - 1] - own[:, 1]) <= np.abs(ends[np.minimum(after, len(ends) - 1)] - own[:, 1]),
@@ -307,27 +319,29 @@ def _peer_begins(own: Spans, peer: Spans) -> NDArray[np.float64]:
 
 def _kinds(trace: ProfileTrace, clock: float) -> dict[str, Spans]:
     by_kind: dict[str, list[tuple[float, float]]] = {}
-    for kind, begin, end in trace.exchanges:
-        by_kind.setdefault(kind, []).append((begin - clock, end - clock))
-    return {kind: np.array(spans, dtype=np.float64) for kind, spans in by_kind.items()}
+    for collective, begin, end in trace.exchanges:
+        by_kind.setdefault(collective, []).append((begin - clock, end - clock))
+    return {collective: np.array(spans, dtype=np.float64) for collective, spans in by_kind.items()}
 
 
 def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:
-    """For each rank, the lead of its host's clock over the first rank's.
+    """Return for each rank the lead of its host's clock over the first rank's.
 
     All ranks leave the last exchange of a step at once.
     """
     ends = [_ends(trace) for trace in traces]
-    first = ends[0]
+    reference = ends[0]
     host = traces[0].about.get("host")
     return [
-        float(np.median(own - first)) if len(own) == len(first) and trace.about.get("host") != host else 0.0
-        for own, trace in zip(ends, traces, strict=True)
+        float(np.median(ends_of_rank - reference))
+        if len(ends_of_rank) == len(reference) and trace.about.get("host") != host
+        else 0.0
+        for ends_of_rank, trace in zip(ends, traces, strict=True)
     ]
 
 
 def _ends(trace: ProfileTrace) -> NDArray[np.float64]:
-    """The end of each step's last exchange, or of the step itself."""
+    """Return the end of each step's last exchange, or of the step itself."""
     ends = np.array([end for _, _, end in trace.exchanges])
     return np.array(
         [max(ends[(ends > begin) & (ends <= end)], default=end) for begin, end in trace.marks["step"]],

@@ -53,11 +53,12 @@ def union(*spans: Spans | Sequence[Sequence[float]]) -> Spans:
 
     They may overlap, and be in any order; empty ones are dropped.
     """
-    parts = [np.asarray(each, dtype=np.float64).reshape(-1, 2) for each in spans]
+    parts = [np.asarray(group, dtype=np.float64).reshape(-1, 2) for group in spans]
     every = np.concatenate(parts) if parts else NONE
     every = every[every[:, 1] > every[:, 0]]
     if not len(every):
         return NONE
+    # After sorting by begin, an interval starts a new one where it begins after all earlier ends.
     every = every[np.argsort(every[:, 0], kind="stable")]
     ends = np.maximum.accumulate(every[:, 1])
     begins = np.flatnonzero(np.r_[True, every[1:, 0] > ends[:-1]])
@@ -69,13 +70,13 @@ def common(a: Spans, b: Spans) -> Spans:
     """Return the times in both."""
     if not len(a) or not len(b):
         return NONE
-    # The intervals of `b` that overlap one of `a` are consecutive.
-    first = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    # The intervals of `b` that overlap one of `a` are consecutive, so two searches find them.
+    first_overlaps = np.searchsorted(b[:, 1], a[:, 0], side="right")
     stop = np.searchsorted(b[:, 0], a[:, 1], side="left")
-    counts = np.maximum(stop - first, 0)
+    counts = np.maximum(stop - first_overlaps, 0)
     rows = np.repeat(np.arange(len(a)), counts)
     before = np.repeat(np.cumsum(counts) - counts, counts)
-    columns = np.repeat(first, counts) + np.arange(len(rows)) - before
+    columns = np.repeat(first_overlaps, counts) + np.arange(len(rows)) - before
     overlaps = np.stack([np.maximum(a[rows, 0], b[columns, 0]), np.minimum(a[rows, 1], b[columns, 1])], axis=1)
     return union(overlaps)
 
@@ -84,6 +85,7 @@ def minus(a: Spans, b: Spans) -> Spans:
     """Return the times in `a` and not in `b`."""
     if not len(a) or not len(b):
         return a
+    # The complement of `b` has its edges, shifted by one.
     edges = np.concatenate([[-np.inf], b.reshape(-1), [np.inf]]).reshape(-1, 2)
     return common(a, edges)
 
@@ -93,7 +95,9 @@ def length(spans: Spans) -> float:
     return float((spans[:, 1] - spans[:, 0]).sum())
 
 
-Times = dict[str, list[float]]  # name -> calls, and microseconds in all of them
+# Name -> number of calls, and microseconds in all of them.
+Times = dict[str, list[float]]
+# Operations in the table, and characters of a name.
 _MOST = 10
 _WIDTH = 52
 HEADING = f"  {'operation':<{_WIDTH}} {'time a step':>12} {'share':>5} {'calls':>8}"
@@ -134,10 +138,12 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> Times:
         spans: name, begin and end in microseconds, of one thread: nested or disjoint.
     """
     times: Times = {}
-    around: list[tuple[str, float]] = []  # open spans, with their ends
+    # Open spans, with their ends.
+    around: list[tuple[str, float]] = []
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
         while around and around[-1][1] <= begin:
             around.pop()
+        # The span around this one called it, so its own time is shorter.
         if around:
             times[around[-1][0]][1] -= end - begin
         entry = times.setdefault(name, [0, 0.0])
@@ -157,16 +163,16 @@ def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
     """
     totals: Times = {}
     for times in ranks:
-        for name, (calls, spent) in times.items():
+        for name, (calls, microseconds) in times.items():
             entry = totals.setdefault(name, [0, 0.0])
             entry[0] += calls
-            entry[1] += spent
+            entry[1] += microseconds
     count = len(ranks) * steps
     largest = heapq.nlargest(_MOST, totals.items(), key=lambda item: item[1][1])
     return [
-        Operation(name, spent / count / 1e3, spent / count / 1e3 / max(step_ms, 1e-9), calls / count)
-        for name, (calls, spent) in largest
-        if spent > 0
+        Operation(name, microseconds / count / 1e3, microseconds / count / 1e3 / max(step_ms, 1e-9), calls / count)
+        for name, (calls, microseconds) in largest
+        if microseconds > 0
     ]
 
 
@@ -176,15 +182,14 @@ _NAME = re.compile(r"rank-(\d+)\.json\.gz")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStreamSynchronize")
 _ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
-# Operations that contain others, or start an exchange, which continues elsewhere.
+# The first are nodes that contain other operations; the others start an exchange, which continues on another thread.
 _NODE = "autograd::engine::"
 _NO_WORK = (_NODE, "c10d::", "torch.distributed.ddp.reducer::", "torch::autograd::AccumulateGrad")
-_CALL = {
-    True: 8.0,
-    False: 4.0,
-}  # microseconds of an operation on a CPU that its size has no part in; of a kernel
+# Microseconds of a call whatever the size is: of an operation on a CPU, and of a kernel on a device.
+_CALL = {True: 8.0, False: 4.0}
 _SPANS = ("copies", "waits", "allocates", "again", "following")
-_CALL_GAP = 25.0  # microseconds between two events in which Python does no more than call the next operation
+# Microseconds between two events in which Python does no more than call the next operation.
+_CALL_GAP = 25.0
 
 
 class ProfileTraceError(ConfigError):
@@ -208,7 +213,7 @@ class ProfileTrace:
         following: from an operation, or node of a backward, to one that follows at once, on a CPU.
         count: operations (CPU, not nested) or kernels (CUDA) of the forwards and backwards.
         calls: upper bound in microseconds of their time without any computation.
-        events: by phase, the events that this thread wrote, each of which cost it time; on a CPU.
+        events: by phase, the events that this thread wrote, at a cost for each; on a CPU.
         frames: those of the forwards and backwards outside any operation, whose cost is no operation's.
         names: of the operations of the update.
         operations: by name, in the traced steps: computing ones on a CPU, kernels of a device.
@@ -238,8 +243,8 @@ class ProfileTrace:
     @property
     def steps(self) -> int:
         """Number of traced steps."""
-        first, last = self.about["steps"]
-        return int(last) - int(first) + 1
+        begin, end = self.about["steps"]
+        return int(end) - int(begin) + 1
 
     @property
     def on_cpu(self) -> bool:
@@ -264,7 +269,7 @@ class ProfileTrace:
         for name in _SPANS:
             values[name] = _as_spans(values[name])
         values |= {"names": frozenset(values["names"]), "window": tuple(values["window"])}
-        return cls(**values | {"exchanges": [tuple(each) for each in values["exchanges"]]})
+        return cls(**values | {"exchanges": [tuple(exchange) for exchange in values["exchanges"]]})
 
 
 def read_all(folder: Path) -> list[ProfileTrace]:
@@ -335,6 +340,7 @@ def understood(document: Any) -> ProfileTrace:
     base = float(document.get("baseTimeNanoseconds", 0)) / 1e3
     events = []
     for event in document["traceEvents"]:
+        # Complete events with a duration; a trace also has counters and metadata.
         if event.get("ph") == "X" and "dur" in event:
             events.append(event)
     marks, thread = _marks(events, base)
@@ -357,7 +363,10 @@ def _spans(events: Iterable[dict[str, Any]], base: float) -> Spans:
 
 
 def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans], Any]:
-    """The spans of the phases, and their thread. Touching marks are merged, except for the steps."""
+    """Return the spans of the phases, and their thread.
+
+    Merges touching marks, except for the steps.
+    """
     by_phase: dict[str, list[tuple[float, float]]] = {}
     thread = None
     for event in events:
@@ -386,37 +395,40 @@ def _of_cpu(
     base: float,
     thread: Any,
 ) -> ProfileTrace:
-    own = []
+    thread_events = []
     for event in events:
         if event.get("cat") == "cpu_op" and event.get("tid") == thread:
-            own.append(event)
-    working = [event for event in own if _is_work(str(event["name"]))]
-    sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
+            thread_events.append(event)
+    working = [event for event in thread_events if _is_work(str(event["name"]))]
+    # An operation of c10d waits for an exchange, so it is no computing.
+    sending = _spans((event for event in thread_events if str(event["name"]).startswith("c10d::")), base)
     busy = minus(_spans(working, base), sending)
     passes = union(marks.get("forward", NONE), marks.get("backward", NONE))
-    inside, updating, in_steps = (_within(each, base) for each in (passes, marks.get("update", NONE), marks["step"]))
+    inside, updating, in_steps = (
+        _within(phase_spans, base) for phase_spans in (passes, marks.get("update", NONE), marks["step"])
+    )
     outer = _outermost(working)
     lengths = [float(event["dur"]) for event in outer if inside(event)]
-    frames = sum(inside(event) for event in own if not _is_work(str(event["name"])))
+    frames = sum(inside(event) for event in thread_events if not _is_work(str(event["name"])))
     return ProfileTrace(
         about,
         window,
         marks,
         {"": busy},
         _by_gloo(events, base, thread),
-        again=_recomputations(own, marks, base),
-        following=_following(own, base),
+        again=_recomputations(thread_events, marks, base),
+        following=_following(thread_events, base),
         count=len(lengths),
         calls=sum(min(length, _CALL[True]) for length in lengths),
-        events={phase: _count(own, spans, base) for phase, spans in marks.items()},
+        events={phase: _count(thread_events, spans, base) for phase, spans in marks.items()},
         frames=frames + len(lengths),
-        names=frozenset(str(event["name"]) for event in own if updating(event)),
+        names=frozenset(str(event["name"]) for event in thread_events if updating(event)),
         operations=own_times((str(event["name"]), *_span(event, base)) for event in working if in_steps(event)),
     )
 
 
 def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of one thread that are not nested."""
+    """Return the events of one thread that are not nested."""
     outer = []
     end = -float("inf")
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
@@ -427,14 +439,16 @@ def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _following(events: list[dict[str, Any]], base: float) -> Spans:
-    """The gaps between a thread's consecutive begins and ends, if short."""
+    """Return the gaps between a thread's consecutive begins and ends, if short."""
     edges = np.sort(np.array([_span(event, base) for event in events]).reshape(-1))
     near = np.flatnonzero(np.diff(edges) < _CALL_GAP)
     return union(np.stack([edges[near], edges[near + 1]], axis=1))
 
 
 def _recomputations(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -> Spans:
-    """The spans of recomputed forwards, by activation checkpointing or by the model itself.
+    """Return the spans of recomputed forwards.
+
+    By activation checkpointing or by the model itself.
 
     A backward records no operations for another backward. Recorded operations within one of its nodes, which have a
     sequence number and no forward thread, belong to a forward, which began with the node.
@@ -445,9 +459,9 @@ def _recomputations(events: list[dict[str, Any]], marks: dict[str, Spans], base:
         if inside(event):
             by_thread.setdefault(event.get("tid"), []).append(event)
     forwards = []
-    for own in by_thread.values():
+    for thread_events in by_thread.values():
         open_nodes: list[tuple[float, float]] = []
-        for event in sorted(own, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        for event in sorted(thread_events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
             begin, end = _span(event, base)
             while open_nodes and open_nodes[-1][1] <= begin:
                 open_nodes.pop()
@@ -469,6 +483,7 @@ def _is_work(name: str) -> bool:
 def _within(spans: Spans, base: float) -> Callable[[dict[str, Any]], bool]:
     """Return a function of an event -> whether it begins within the spans."""
     edges = spans.reshape(-1).tolist()
+    # Edges alternate between begin and end, so an odd number of them before a time means inside.
     return lambda event: bisect.bisect_right(edges, float(event["ts"]) + base) % 2 == 1
 
 
@@ -479,23 +494,25 @@ def _count(events: list[dict[str, Any]], spans: Spans, base: float) -> int:
 
 
 def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tuple[str, float, float]]:
-    """The exchanges of the training's own thread, without those of a save.
+    """Return the exchanges of the training's own thread, without those of a save.
 
     An exchange does not record its caller: each call from another thread removes the next exchange of its kind.
     """
     ranges = sorted(
         (*_span(event, base), str(event["name"])) for event in events if str(event.get("name", "")).startswith("gloo:")
     )
-    exchanges = [(kind.removeprefix("gloo:"), begin, end) for begin, end, kind in ranges]
+    exchanges = [(collective.removeprefix("gloo:"), begin, end) for begin, end, collective in ranges]
     foreign_calls = [
         event for event in events if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread
     ]
     for event in sorted(foreign_calls, key=lambda event: float(event["ts"])):
-        kind = _kind(str(event["name"]))
+        collective = _kind(str(event["name"]))
         at = float(event["ts"]) + base
-        place = next((k for k, (name, begin, _) in enumerate(exchanges) if _kind(name) == kind and begin >= at), None)
-        if place is not None:
-            del exchanges[place]
+        index = next(
+            (k for k, (name, begin, _) in enumerate(exchanges) if _kind(name) == collective and begin >= at), None
+        )
+        if index is not None:
+            del exchanges[index]
     return exchanges
 
 
@@ -511,6 +528,7 @@ def _of_device(
     events: list[dict[str, Any]],
     base: float,
 ) -> ProfileTrace:
+    # A kernel has no phase: it belongs to the phase in which the host launched it.
     launches = {
         event["args"]["correlation"]: float(event["ts"]) + base
         for event in events
@@ -548,7 +566,7 @@ def _of_device(
             names.add(name)
     calls = [event for event in events if event.get("cat") == "cuda_runtime"]
     waits = _spans((event for event in calls if str(event["name"]) in _HOST_WAITS), base)
-    # The device's own end of the last step
+    # The device may end the last step later than the host.
     end = max([window[1], *(spans[-1][1] for spans in work.values())])
     return ProfileTrace(
         about,
@@ -567,6 +585,7 @@ def _of_device(
     )
 
 
+# A mark within another one belongs to the inner phase, so the inner ones come first.
 _NESTED = ("evaluate", "save", "record", "load", "data", "exchange", "update", "backward", "forward")
 
 

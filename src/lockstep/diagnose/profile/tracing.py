@@ -33,7 +33,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing  # registers tensors with ForkingPickler
+
+# The import registers tensors with ForkingPickler.
+import torch.multiprocessing
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -58,14 +60,22 @@ __all__ = [
 
 # --- measured costs
 
-_ELEMENTS = 1 << 21  # of the tensor whose optimizer update is timed
-_PAGE_BYTES = 1 << 24  # of pages to touch: more than a core's own caches
-_EVENTS = 400  # operations to time
-_MAX_SLEEP = 0.05  # seconds: a longer sleep slows the next step no further
-_LAYER_SIZE = 128  # rows and columns of a layer to time after a sleep: small, so that malloc reuses its memory
-_LAYERS = 64  # most layers to time: more than a core's own caches
-_MATRIX_SIZE = 384  # rows and columns of the matrices that time threads
-_USAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
+# Elements of the tensor whose optimizer update is timed.
+_ELEMENTS = 1 << 21
+# Bytes of pages to touch: more than a core's own caches.
+_PAGE_BYTES = 1 << 24
+# Operations to time.
+_EVENTS = 400
+# Seconds. A longer sleep slows the next step no further.
+_MAX_SLEEP = 0.05
+# Rows and columns of a layer to time after a sleep: small, so that malloc reuses its memory.
+_LAYER_SIZE = 128
+# Most layers to time: more than a core's own caches.
+_LAYERS = 64
+# Rows and columns of the matrices that time threads.
+_MATRIX_SIZE = 384
+# Counters of this thread only, on Linux; of the process elsewhere.
+_USAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 class ThreadUsage(NamedTuple):
@@ -107,7 +117,7 @@ class ThreadUsage(NamedTuple):
         for pair in pairwise(readings):
             steps.append([new - old for new, old in zip(*pair[::-1], strict=True)])
         if len(steps) > 1:
-            return cls(*(median(each) for each in zip(*steps, strict=True)))
+            return cls(*(median(differences) for differences in zip(*steps, strict=True)))
         return cls()
 
     @classmethod
@@ -120,8 +130,8 @@ class ThreadUsage(NamedTuple):
 
     def mean_since(self, steps: int) -> dict[str, float]:
         """Return the mean use per step since this reading."""
-        now = ThreadUsage.now()
-        return {name: (new - old) / steps for name, new, old in zip(self._fields, now, self, strict=True)}
+        usage = ThreadUsage.now()
+        return {name: (new - old) / steps for name, new, old in zip(self._fields, usage, self, strict=True)}
 
 
 def local_ranks(world_size: int) -> int:
@@ -136,12 +146,14 @@ def memory_free(device: torch.device, world_size: int) -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):  # not Linux
+    except (OSError, StopIteration, ValueError):
+        # Not Linux.
         return 0
     return free // local_ranks(world_size)
 
 
-_STATUS = "/proc/self/status"  # of Linux
+# Only Linux has it.
+_STATUS = "/proc/self/status"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -151,7 +163,8 @@ def peak_memory(device: torch.device) -> int:
     try:
         status = os.pread(_open_status(_STATUS, os.getpid()), 1 << 14, 0)
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
+    except (OSError, IndexError, ValueError):
+        # Not Linux; there getrusage may include the parent's peak.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if sys.platform == "darwin":
             return peak
@@ -168,27 +181,31 @@ def fused_ns(device: torch.device) -> float:
     """Measure fused AdamW, in nanoseconds per element; 0 if the device lacks it."""
     if device.type == "cpu":
         memory = mmap.mmap(-1, 16 * _ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        weight, grad, first, second = torch.frombuffer(memory, dtype=torch.float32).view(4, _ELEMENTS).unbind()
+        weight, grad, first_moment, second_moment = (
+            torch.frombuffer(memory, dtype=torch.float32).view(4, _ELEMENTS).unbind()
+        )
         weight = weight.detach().requires_grad_()
     else:
         weight = torch.zeros(_ELEMENTS, device=device, requires_grad=True)
         grad = torch.zeros(_ELEMENTS, device=device)
-        first = torch.zeros_like(grad)
-        second = torch.zeros_like(grad)
+        first_moment = torch.zeros_like(grad)
+        second_moment = torch.zeros_like(grad)
     weight.grad = grad
     best = float("inf")
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     try:
         optimizer = torch.optim.AdamW([weight], fused=True)
         step = torch.zeros((), device=device)
-        optimizer.state[weight] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[weight] = {"step": step, "exp_avg": first_moment, "exp_avg_sq": second_moment}
         for _ in range(4):
             start = clock()
             optimizer.step()
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # waits for the device
+                # The host waits for the device here: the kernels' time is measured.
+                torch.cuda.synchronize(device)
             best = min(best, clock() - start)
     except RuntimeError:
+        # The device has no fused kernel.
         return 0.0
     return 1e9 * best / _ELEMENTS
 
@@ -243,22 +260,27 @@ def cold_ms(idle: float, parameters: int) -> float:
         )
     weights = [weight.requires_grad_() for weight in tensors[:layers]]
     optimizer = torch.optim.AdamW(weights, fused=True)
-    for weight, grad, first, second in zip(*(tensors[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
+    for weight, grad, first_moment, second_moment in zip(
+        *(tensors[k * layers : (k + 1) * layers] for k in range(4)), strict=True
+    ):
         weight.grad = grad
-        optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first_moment, "exp_avg_sq": second_moment}
     rounds = []
     with torch.enable_grad():
         for _ in range(9):
             time.sleep(min(_MAX_SLEEP, 1e-3 * idle))
             seconds = []
             for _ in range(3):
+                # Processor time, so that other processes' use of the core does not count.
                 start = time.thread_time()
                 out = torch.ones(_LAYER_SIZE // 4, _LAYER_SIZE)
                 for weight in weights:
                     out = torch.relu(torch.mm(out, weight))
+                # torch's method has no annotations.
                 out.sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 seconds.append(time.thread_time() - start)
+            # The first step after the sleep is cold, the third is warm.
             rounds.append(seconds[0] - seconds[2])
     return max(0.0, 1e3 * median(rounds[1:]))
 
@@ -275,14 +297,15 @@ def handover_ms(batch: Any) -> float:
     try:
         for _ in range(5):
             tensors = [torch.zeros(1) for _ in range(count)]
-            # Counts both threads: one waits for the other
+            # Processor time of both threads: one waits for the other.
             start = time.process_time()
             pickle.loads(ForkingPickler.dumps(tensors))
             best = min(best, time.process_time() - start)
-    except (OSError, RuntimeError):  # no memory or file descriptors to share: a loader process would fail too
+    except (OSError, RuntimeError):
+        # There is no memory or file descriptor to share; a loader process would fail too.
         return 0.0
     finally:
-        # Stop the sharing thread, which would wait for ever
+        # Stop the sharing thread, which would wait forever.
         if set(threading.enumerate()) - threads:
             resource_sharer.stop(timeout=1.0)
     return 1e3 * best
@@ -293,12 +316,12 @@ def threads_gain(fewer: int) -> float:
 
     All processes of the host must call it at about the same time, since it measures their interference.
     """
-    now = torch.get_num_threads()
+    count = torch.get_num_threads()
     seconds = []
     matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
     product = torch.empty(_MATRIX_SIZE, _MATRIX_SIZE)
     try:
-        for threads in (now, fewer):
+        for threads in (count, fewer):
             torch.set_num_threads(threads)
             torch.mm(matrix, matrix, out=product)
             start = time.perf_counter()
@@ -307,7 +330,7 @@ def threads_gain(fewer: int) -> float:
                 product.add_(1.0)
             seconds.append(time.perf_counter() - start)
     finally:
-        torch.set_num_threads(now)
+        torch.set_num_threads(count)
     return seconds[0] / seconds[1]
 
 
@@ -325,9 +348,9 @@ def positions(batch: Any, items: float) -> tuple[int, float | Tensor]:
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.numel(), int(mask.numel() - int(mask.count_nonzero()))
     rows = []
-    for each in _tensors(batch):
-        if each.ndim == 2 and not each.is_floating_point():
-            rows.append(each)
+    for tensor in _tensors(batch):
+        if tensor.ndim == 2 and not tensor.is_floating_point():
+            rows.append(tensor)
     widest = max(rows, key=Tensor.numel, default=None)
     if widest is None or items <= len(widest) or items > widest.numel():
         return 0, 0
@@ -343,8 +366,10 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 # --- traces
 
-_UNTRACED_READINGS = 11  # readings of the thread's usage before the trace
-_MIN_IDLE = 1.0  # milliseconds: the cost of cold caches is measured if a step waits longer
+# Readings of the thread's usage before the trace.
+_UNTRACED_READINGS = 11
+# Milliseconds. The cost of cold caches is measured if a step waits longer.
+_MIN_IDLE = 1.0
 
 
 class StepTrace:
@@ -375,7 +400,11 @@ class StepTrace:
         self._untraced.append(ThreadUsage.now())
 
     def note_traced(self, held: Iterable[tuple[Any, float]]) -> None:
-        """Read this thread's usage after a traced step, and count the padding of its batches, with their items."""
+        """Read this thread's usage after a traced step, and count its padding.
+
+        Args:
+            held: the batches of the step, with their items.
+        """
         self._traced.append(ThreadUsage.now())
         self._padding += [positions(batch, items) for batch, items in held]
 
@@ -392,6 +421,7 @@ class StepTrace:
         ranks = local_ranks(self._world_size)
         fewer = max(1, usable_cores(os.environ) // ranks)
         threads = torch.get_num_threads()
+        # Measured by all ranks of the host at once, since they disturb each other.
         if device.type == "cpu" and threads * ranks > usable_cores(os.environ) and threads > fewer:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
         if device.type == "cpu" and len(self._untraced) > 2:
@@ -408,11 +438,12 @@ class StepTrace:
     def begin(self, number: int) -> None:
         """Start the trace with the next step, `number`."""
         if self._device.type == "cuda":
-            # Waits for the device: the trace starts here
+            # The host waits for the device here, once for each trace: work of earlier steps must not be in it.
             torch.cuda.synchronize(self._device)
         plain = operations_us()
         with _silence_stderr():
             self._profiler.start_trace()
+        # What an event costs: the same operation is slower under the trace.
         self._costs["event_us"] = max(0.0, operations_us() - plain)
         self.first, self._padding, self._usage = number, [], ThreadUsage.now()
         self._traced = [self._usage]
@@ -422,13 +453,13 @@ class StepTrace:
         """End the trace after the step `last`, and write it to `path`, atomically.
 
         Args:
-            facts: what the verdict needs besides the measured costs: the model, engine and options.
+            facts: what the verdict needs in addition to the measured costs: the model, engine and options.
 
         Raises:
             OSError, RuntimeError: it cannot be written.
         """
         if self._device.type == "cuda":
-            # Waits for the device: the trace ends here
+            # The host waits for the device here, once for each trace: the last step must be complete.
             torch.cuda.synchronize(self._device)
         self._marks.end()
         profiler = self._profiler
@@ -456,7 +487,7 @@ class StepTrace:
         usage = self._usage.mean_since(count)
         plain = ThreadUsage.min_busy(self._untraced)
         within = ThreadUsage.min_busy(self._traced)
-        # The trace's own allocations fragment memory and add page faults, so the untraced number is used.
+        # The trace's own allocations fragment memory and add page faults, so the number from before the trace is used.
         usage["minor"] = min(usage["minor"], ThreadUsage.median_step(self._untraced).minor)
         return {
             "rank": rank,
@@ -469,8 +500,8 @@ class StepTrace:
             **self._costs,
             "untraced_ms": 1e3 * median(marks.untraced) if marks.untraced else None,
             "tracing_ms": max(0.0, within - plain) if plain and within else None,
-            "cpu": {part: 1e3 * spent / count for part, spent in marks.cpu_seconds.items()},
-            "queued": {part: 1e3 * spent / count for part, spent in marks.queue_seconds.items()},
+            "cpu": {name: 1e3 * seconds / count for name, seconds in marks.cpu_seconds.items()},
+            "queued": {name: 1e3 * seconds / count for name, seconds in marks.queue_seconds.items()},
             "queued_by_step": [new.queued - old.queued for old, new in pairwise(self._traced)],
             "usage": usage,
             "padding": {
@@ -485,12 +516,12 @@ class StepTrace:
 def export_trace(profiler: Any, path: Path) -> None:
     """Write the trace atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
+    temporary = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
     try:
-        profiler.export_chrome_trace(str(part))
-        os.replace(part, path)
+        profiler.export_chrome_trace(str(temporary))
+        os.replace(temporary, path)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -499,7 +530,8 @@ def _silence_stderr() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stderr = os.dup(2)
-        except OSError:  # closed
+        except OSError:
+            # Standard error is closed, so there is nothing to silence.
             yield
             return
         stack.callback(os.close, stderr)

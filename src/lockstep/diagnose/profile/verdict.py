@@ -26,11 +26,16 @@ __all__ = [
 ]
 
 
-_RARE = 0.01  # acceptable share of a step for evaluations, saves or records
-_BUCKET = 25.0  # MB: DDP's own
-_BUCKETS = 8  # wanted, where the gradients are small
-_OVERLAPS = 0.8  # share of the last backward: before its first gradients nothing can be exchanged
-_OFTEN = 4  # micro-batches in place of one, for less frequent exchanges
+# Acceptable share of a step for evaluations, saves or records.
+_RARE = 0.01
+# MB of DDP's own buckets.
+_BUCKET = 25.0
+# Buckets to aim for if the gradients are small.
+_BUCKETS = 8
+# Share of the last backward: before its first gradients nothing can be exchanged.
+_OVERLAPS = 0.8
+# Micro-batches in place of one, for less frequent exchanges.
+_OFTEN = 4
 
 
 def _remedies(run: ProfileSummary) -> Iterator[Remedy]:
@@ -41,65 +46,65 @@ def _remedies(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _data(run: ProfileSummary) -> Iterator[Remedy]:
-    """More loader processes: a rank then waits only for loading beyond its own work."""
+    """Propose more loader processes: a rank then waits only for loading beyond its own work."""
     slow = max(run.ranks, key=lambda rank: rank.parts["data"])
-    spent = slow.parts["data"]
-    if spent <= 0.0:
+    waiting_ms = slow.parts["data"]
+    if waiting_ms <= 0.0:
         return
-    now = int(run.option("data.workers") or 0)
+    workers_now = int(run.option("data.workers") or 0)
     cores = run.cores
-    remainder = max(slow.own - run.tracing - spent, 1e-3)
-    # Of one process: with loaders, the whole step is loading
-    loading = spent if not now else (remainder + spent) * now
-    workers = min(max(now + 1, math.ceil(loading / remainder) + 1), 64)
-    if not now:
-        share = float(slow.trace.about.get("cpu", {}).get("data", spent)) / spent
+    remainder = max(slow.own - run.tracing - waiting_ms, 1e-3)
+    # The loading time of one process. With loaders, each loads during a whole step.
+    loading = waiting_ms if not workers_now else (remainder + waiting_ms) * workers_now
+    workers = min(max(workers_now + 1, math.ceil(loading / remainder) + 1), 64)
+    if not workers_now:
+        share = float(slow.trace.about.get("cpu", {}).get("data", waiting_ms)) / waiting_ms
     else:
         share = 1.0
-    # The part of loading that takes a core; the rest waits for a disk
+    # The share of loading that takes a core; the rest waits for a disk.
     computing = min(1.0, max(0.0, share))
     if computing > 0.5:
-        workers = max(now + 1, min(workers, cores))
-    own = []
+        workers = max(workers_now + 1, min(workers, cores))
+    work_of_ranks = []
     for rank in run.ranks:
-        each = max(rank.own - run.tracing - rank.parts["data"], 0.0)
-        if not now:
+        rank_work = max(rank.own - run.tracing - rank.parts["data"], 0.0)
+        if not workers_now:
             loading_time = rank.parts["data"]
         else:
-            loading_time = (each + rank.parts["data"]) * now
-        # A loader process hands over each micro-batch, which takes both of them
-        if not now:
-            each += float(rank.trace.about.get("handed_ms", 0.0)) * int(rank.trace.about.get("slots", 1))
-        # Work of all cores
-        busy = (each + loading_time * computing) / max(1, cores)
-        own.append(max(each, loading_time / workers, busy if not now else 0.0))
-    after = max(own) + _overhead(run)
-    place = "" if _similar(run, "data") else f" on rank {slow.trace.rank}"
-    if now:
-        how = f"{now} loader processes do not keep up"
+            loading_time = (rank_work + rank.parts["data"]) * workers_now
+        # A loader process hands over each micro-batch, which takes time on both sides.
+        if not workers_now:
+            rank_work += float(rank.trace.about.get("handed_ms", 0.0)) * int(rank.trace.about.get("slots", 1))
+        # The work on all cores.
+        busy = (rank_work + loading_time * computing) / max(1, cores)
+        work_of_ranks.append(max(rank_work, loading_time / workers, busy if not workers_now else 0.0))
+    after = max(work_of_ranks) + _overhead(run)
+    where = "" if _similar(run, "data") else f" on rank {slow.trace.rank}"
+    if workers_now:
+        how = f"{workers_now} loader processes do not keep up"
     else:
         how = "samples are loaded between the steps"
     yield Remedy(
         "data",
         f"--data.workers {workers}",
         after,
-        f"{how}{place}: {spent:.1f} ms of each step are spent waiting for data",
+        f"{how}{where}: {waiting_ms:.1f} ms of each step are spent waiting for data",
     )
 
 
 def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
-    """Shares by speed if one rank is slower; by length if ranks take turns."""
+    """Propose shares by speed if one rank is slower; by length if ranks take turns."""
     if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
         return
-    # The rest is for ranks that had no core, or by chance
+    # The rest of the wait is for ranks that had no core, or is chance.
     wait = min(run.steady["imbalance"], _lead(run))
-    own = [rank.own - run.tracing for rank in run.ranks]
-    slow = max(range(len(own)), key=own.__getitem__)
-    mean = fmean(each for place, each in enumerate(own) if place != slow)
-    if own[slow] > 1.05 * mean:
-        # The rest is of ranks that are late in turns
-        wait -= own[slow] - fmean(own)
-        yield from _slow_rank(run, own, slow, mean)
+    work_of_ranks = [rank.own - run.tracing for rank in run.ranks]
+    slow = max(range(len(work_of_ranks)), key=work_of_ranks.__getitem__)
+    mean = fmean(work for index, work in enumerate(work_of_ranks) if index != slow)
+    if work_of_ranks[slow] > 1.05 * mean:
+        # The rest of the wait is for ranks that are late in turns.
+        wait -= work_of_ranks[slow] - fmean(work_of_ranks)
+        yield from _slow_rank(run, work_of_ranks, slow, mean)
     if wait <= 0.0:
         return
     after = run.without(imbalance=wait)
@@ -111,16 +116,16 @@ def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _lead(run: ProfileSummary) -> float:
-    """The mean lead of a step's slowest rank over the mean, in milliseconds.
+    """Return the mean lead of a step's slowest rank over the mean, in milliseconds.
 
     It is that of the ranks' own work.
     """
     steps = zip(*(rank.alone for rank in run.ranks), strict=False)
-    return fmean(max(each) - fmean(each) for each in steps)
+    return fmean(max(work) - fmean(work) for work in steps)
 
 
 def _slow_rank(run: ProfileSummary, own: list[float], slow: int, mean: float) -> Iterator[Remedy]:
-    """Fewer micro-batches for the rank at `slow`.
+    """Propose fewer micro-batches for the rank at `slow`.
 
     Args:
         own: milliseconds of each rank's own work in a step.
@@ -128,13 +133,14 @@ def _slow_rank(run: ProfileSummary, own: list[float], slow: int, mean: float) ->
     """
     data = [rank.parts["data"] for rank in run.ranks]
     if data[slow] - min(data) > 0.5 * (own[slow] - mean):
-        return  # it is late because of its data alone: see _data
+        # The rank is late because of its data alone: see _data.
+        return
     exchange = _overhead(run)
     fixed = run.steady["update"]
     count = int(run.about.get("micro_batches", len(own)))
     slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
-    each = [(spent - fixed) / max(1, have) for spent, have in zip(own, slots, strict=True)]
-    after = _best_cut(each, count) + fixed + exchange
+    micro_batch_times = [(work - fixed) / max(1, slots_of_rank) for work, slots_of_rank in zip(own, slots, strict=True)]
+    after = _best_cut(micro_batch_times, count) + fixed + exchange
     late = own[slow] / mean - 1.0
     rank = run.ranks[slow].trace
     host = rank.about.get("host", "its host")
@@ -147,19 +153,20 @@ def _slow_rank(run: ProfileSummary, own: list[float], slow: int, mean: float) ->
 
 
 def _best_cut(each: list[float], count: int) -> float:
-    """The shortest time of the slowest rank over all divisions of `count` micro-batches.
+    """Return the shortest time of the slowest rank over all cuts of `count` micro-batches.
 
     Each rank gets one or more; `each` is a micro-batch's time on each rank.
     """
     counts = [1] * len(each)
+    # Give each further micro-batch to the rank that then ends first.
     for _ in range(count - len(each)):
-        place = min(range(len(each)), key=lambda rank: (counts[rank] + 1) * each[rank])
-        counts[place] += 1
-    return max(have * spent for have, spent in zip(counts, each, strict=True))
+        rank_index = min(range(len(each)), key=lambda rank: (counts[rank] + 1) * each[rank])
+        counts[rank_index] += 1
+    return max(slots * time for slots, time in zip(counts, each, strict=True))
 
 
 def _communication(run: ProfileSummary) -> Iterator[Remedy]:
-    """Overlap, half the bytes, or fewer exchanges."""
+    """Propose overlap, half the bytes, or fewer exchanges."""
     exposed = run.steady["exposed_communication"]
     hidden = run.steady["hidden_communication"]
     if exposed <= 0.0:
@@ -170,21 +177,21 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
     cap = float(run.option("engine_options.bucket_cap_mb") or _BUCKET)
     slots = max(1, int(run.about.get("slots", 1)))
     if "bucket_cap_mb" in has and hidden < 0.25 * (hidden + exposed) and megabytes > 0 and cap >= megabytes:
-        # A single bucket is full only when the backward has ended; of n, all but the last are full within it.
+        # A single bucket is full only when the backward has ended. Of n buckets, all but the last are full within it.
         if megabytes > 2 * _BUCKET:
             size = _BUCKET
         else:
             size = max(0.1, round(megabytes / _BUCKETS, 1))
         buckets = max(1.0, megabytes / size)
-        last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
-        savings = min(exposed * (1.0 - 1.0 / buckets), last) * (1.0 - _without_core(run))
+        tail = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
+        savings = min(exposed * (1.0 - 1.0 / buckets), tail) * (1.0 - _without_core(run))
         why = f"the gradients are exchanged in one bucket after the backward: {parts}"
         after = max(run.without(savings=savings), min(run.busy, run.step))
         yield Remedy("communication", f"--engine.bucket-cap-mb {size:g}", after, why)
     narrow = "compression" in has and not run.option("exact")
     if narrow and str(run.option("engine_options.compression") or "none") == "none":
         why = f"{parts}; compression halves the bytes"
-        # Half the bytes are copied in half the time, but a core that adds them adds bf16 more slowly than float32.
+        # Half the bytes are copied in half the time. But a core that adds them adds bf16 more slowly than float32.
         after = run.without(savings=exposed / 2.0 * (1.0 - run.exchanging))
         yield Remedy("communication", "--engine.compression bf16", after, why)
     size = int(run.option("batch_size") or 0)
@@ -192,16 +199,14 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
     savings = (exposed + run.steady["update"]) * seldom
     change = f"--batch-size {size * _OFTEN} with the same --micro-batch-size: {_OFTEN} times the work per exchange"
     why = f"{parts}; this changes the training: tune --lr again"
-    last = exposed < run.without(
-        savings=exposed + run.steady["imbalance"]
-    )  # half the bytes of a longer one are not enough
-    # The exchange's own share, without that of the update
+    tail = exposed < run.without(savings=exposed + run.steady["imbalance"])
+    # Count the exchange's own share only, without that of the update.
     if run.step > WORTH * run.without(savings=exposed * seldom):
-        yield Remedy("communication", change, run.without(savings=savings), why, last)
+        yield Remedy("communication", change, run.without(savings=savings), why, tail)
 
 
 def _without_core(run: ProfileSummary) -> float:
-    """The share of an exchange that has no free core during a backward.
+    """Return the share of an exchange that has no free core during a backward.
 
     The threads of the exchange and the computing ones alternate then. Between hosts only a part of it keeps a core
     busy. Within one nothing travels: it is copied from core to core.
@@ -216,51 +221,55 @@ def _without_core(run: ProfileSummary) -> float:
 
 
 def _frequency(run: ProfileSummary) -> Iterator[Remedy]:
-    """Less frequent evaluations, saves or records."""
+    """Propose less frequent evaluations, saves or records."""
     for name, freq, label in (
         ("evaluation", "eval_freq", "an evaluation"),
         ("checkpoint", "ckpt_freq", "a checkpoint"),
         ("record", "log_freq", "a record"),
     ):
-        spent = run.steady[name]
+        cost = run.steady[name]
         every = int(run.option(freq) or 0)
-        if spent <= 0.0 or not every:
+        if cost <= 0.0 or not every:
             continue
-        remainder = run.without(savings=spent)
-        interval = _round(max(every + 1, every * spent / (_RARE * remainder)))
-        after = remainder + spent * every / interval
+        remainder = run.without(savings=cost)
+        interval = _round(max(every + 1, every * cost / (_RARE * remainder)))
+        after = remainder + cost * every / interval
         waits = name == "checkpoint" and run.option("checkpoint.mode") == "sync"
         if waits:
             hint = ", or --checkpoint.mode async, which writes in the background"
         else:
             hint = ""
         flag = "--" + freq.replace("_", "-")
-        why = f"{label} every {every} steps takes {spent * every:.1f} ms each time, {spent / run.step:.0%} of the time"
+        why = f"{label} every {every} steps takes {cost * every:.1f} ms each time, {cost / run.step:.0%} of the time"
         yield Remedy("records" if name == "record" else name, f"{flag} {interval}{hint}", after, why)
 
 
 def _overhead(run: ProfileSummary) -> float:
-    """A step's time beyond the slowest rank's own: exchange, and variation of steps."""
+    """Return a step's time beyond the slowest rank's own: exchange and variation."""
     return max(0.0, run.step + run.tracing - max(rank.own for rank in run.ranks))
 
 
 def _similar(run: ProfileSummary, part: str) -> bool:
-    spent = [rank.parts[part] for rank in run.ranks]
-    return max(spent) < 1.5 * max(fmean(spent), 1e-9)
+    times = [rank.parts[part] for rank in run.ranks]
+    return max(times) < 1.5 * max(fmean(times), 1e-9)
 
 
 def _round(number: float) -> int:
     """Round up to 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(max(number, 1.0)))
-    return int(next(each * power for each in (1, 2, 5, 10) if each * power >= number - 1e-9))
+    return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= number - 1e-9))
 
 
 _COMPUTE = "compute"
 FILE = "verdict.json"
-_RULE = 10.0  # compute to exchange: the rule of thumb for training on several devices
-_HIGH_EXCHANGE = 0.3  # of a step: from there on, by the same rule, the exchange holds the training back
-_OWN_CORE = 0.8  # of the time in operations: with less, the machine is shared
-_SLOWED = 1.1  # by tracing: worth a word
+# Compute to exchange: the rule of thumb for training on several devices.
+_RULE = 10.0
+# Share of a step: from there on, by the same rule, the exchange holds the training back.
+_HIGH_EXCHANGE = 0.3
+# Share of the time in operations: with less, the machine is shared.
+_OWN_CORE = 0.8
+# Slowdown by tracing that is worth a note.
+_SLOWED = 1.1
 _LABELS = {
     "compute": "computing",
     "hidden_communication": "exchange behind it",
@@ -309,14 +318,14 @@ class ProfileVerdict:
         """Format the tables and the sentence."""
         lines = [f"steps {self.steps[0]} to {self.steps[1]} on {self.world_size} rank{'s' * (self.world_size > 1)}:"]
         lines[0] += f" {self.step_ms:.4g} ms a step"
-        for name, spent in sorted(self.parts.items(), key=lambda pair: -pair[1]):
-            share = spent / max(self.step_ms, 1e-9)
+        for name, milliseconds in sorted(self.parts.items(), key=lambda pair: -pair[1]):
+            share = milliseconds / max(self.step_ms, 1e-9)
             if share >= 0.001:
                 if name == "hidden_communication":
                     inside = "  (within computing)"
                 else:
                     inside = ""
-                lines.append(f"  {_LABELS[name]:<38} {spent:>9.2f} ms {share:>5.0%}{inside}")
+                lines.append(f"  {_LABELS[name]:<38} {milliseconds:>9.2f} ms {share:>5.0%}{inside}")
         if self.padding:
             lines.append(f"  {'positions that hold nothing':<38} {'':>12} {self.padding:>5.0%}")
         if self.operations:
@@ -331,14 +340,14 @@ class ProfileVerdict:
             "steps": list(self.steps),
             "world_size": self.world_size,
             "step_ms": round(self.step_ms, 4),
-            "parts": {name: round(spent, 4) for name, spent in self.parts.items()},
+            "parts": {name: round(milliseconds, 4) for name, milliseconds in self.parts.items()},
             "padding": round(self.padding, 4),
             "bottleneck": self.bottleneck,
             "sentence": self.sentence,
             "next": {"what": self.what, "gain": round(self.gain, 3)},
             "notes": self.notes,
-            "operations": [each.as_json() for each in self.operations],
-            "ranks": [{name: round(spent, 4) for name, spent in each.items()} for each in self.by_rank],
+            "operations": [entry.as_json() for entry in self.operations],
+            "ranks": [{name: round(milliseconds, 4) for name, milliseconds in entry.items()} for entry in self.by_rank],
         }
 
     def write(self, folder: Path) -> None:
@@ -356,6 +365,7 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     run = ProfileSummary(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
     every = [replace(remedy, after=run.warmed(remedy)) for remedy in _remedies(run)]
+    # Remedies that change the training come last, and so do those that gain too little.
     best = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
     gain = run.step / best.after if best else 1.0
     if best is None or gain < WORTH:
@@ -363,9 +373,9 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
         gain = 1.0
     if run.about.get("script"):
         best = replace(best, what=in_torch_words(best.what), why=in_torch_words(best.why))
-    first, last = traces[0].about["steps"]
+    first_step, last_step = traces[0].about["steps"]
     return ProfileVerdict(
-        (int(first), int(last)),
+        (int(first_step), int(last_step)),
         len(ranks),
         step,
         run.parts,
@@ -381,7 +391,7 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
 
 
 def _faster(run: ProfileSummary) -> str:
-    """A way to make the computing itself faster."""
+    """Return a way to make the computing itself faster."""
     if not run.on_cpu and not run.option("compile"):
         return "--compile"
     if not run.on_cpu and run.option("precision") == "float32":
@@ -400,7 +410,7 @@ def _sentence(run: ProfileSummary, remedy: Remedy, gain: float) -> str:
 
 
 def _notes(run: ProfileSummary) -> list[str]:
-    """Explanations of the numbers."""
+    """Return explanations of the numbers."""
     notes = []
     exposed = run.steady["exposed_communication"]
     hidden = run.steady["hidden_communication"]

@@ -10,9 +10,12 @@ from lockstep.diagnose.profile.measured import ProfileSummary, Remedy, empty
 
 __all__ = ["within"]
 
-_MICRO = 8  # largest factor on the samples of a forward
-_SMALL = 25.0  # microseconds of a kernel below which launching it dominates
-_COMPILED = 0.7  # of the cost of calls and of Python that --compile takes away
+# Largest factor on the samples of a forward.
+_MICRO = 8
+# Microseconds of a kernel below which launching it dominates.
+_SMALL = 25.0
+# Share of the cost of calls and of Python that --compile removes.
+_COMPILED = 0.7
 
 
 def within(run: ProfileSummary) -> Iterator[Remedy]:
@@ -22,7 +25,7 @@ def within(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _host(run: ProfileSummary) -> Iterator[Remedy]:
-    """Calls of operations that follow one another at once, and other Python in between."""
+    """Propose fewer operations, or less Python between them."""
     idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
     count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
     calls = _calls(run)
@@ -31,14 +34,14 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
     change = " ".join(["--compile"] * (not run.option("compile")) + ["--compile-scope whole"] * (not whole_model))
     change = change or "fewer and larger operations"
     if run.on_cpu and count:
-        spent = calls + calling
-        why = f"{count:.0f} operations a step, one after another: calling them takes {spent:.1f} ms"
-        yield Remedy("operations", change, run.without(savings=_COMPILED * spent), why)
-        # That of checkpointing: see _recomputation
+        cost = calls + calling
+        why = f"{count:.0f} operations a step, one after another: calling them takes {cost:.1f} ms"
+        yield Remedy("operations", change, run.without(savings=_COMPILED * cost), why)
+        # The cost of checkpointing belongs to _recomputation.
         idle -= calling + 2.0 * fmean(rank.framing for rank in run.ranks)
     elif count and 1e3 * run.steady["compute"] / count < _SMALL:
-        each = 1e3 * run.steady["compute"] / count
-        why = f"{count:.0f} kernels a step take {each:.0f} us each, less than it takes to launch them"
+        kernel_us = 1e3 * run.steady["compute"] / count
+        why = f"{count:.0f} kernels a step take {kernel_us:.0f} us each, less than it takes to launch them"
         yield Remedy("host", change, run.without(savings=_COMPILED * (idle + calls)), why)
         return
     if idle > 0.0:
@@ -50,7 +53,7 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
-    """Fewer passes, since each has a fixed cost."""
+    """Propose fewer passes, since each has a fixed cost."""
     slots = int(run.about.get("slots", 1))
     size = int(run.about.get("micro_batch_size", 1))
     if slots < 2:
@@ -64,30 +67,30 @@ def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _update(run: ProfileSummary) -> Iterator[Remedy]:
-    """One fused kernel instead of an operation for each tensor, or one for all."""
+    """Propose one fused kernel instead of an operation for each tensor."""
     names = set()
     for rank in run.ranks:
         for name in rank.trace.names:
             names.add(name.lower())
     fused = any("fused" in name for name in names)
-    each = run.about.get("fused_ns")
-    if fused or not each or run.option("exact"):
+    nanoseconds = run.about.get("fused_ns")
+    if fused or not nanoseconds or run.option("exact"):
         return
-    after = run.steady["update"] - float(each) * float(run.about.get("parameters", 0)) / 1e6
+    after = run.steady["update"] - float(nanoseconds) * float(run.about.get("parameters", 0)) / 1e6
     if after > 0.0:
         why = f"the update takes {run.steady['update']:.1f} ms a step, tensor by tensor"
         yield Remedy("update", "fused=True in the optimizer that the task makes", run.without(savings=after), why)
 
 
 def _recomputation(run: ProfileSummary) -> Iterator[Remedy]:
-    """No recomputed forward, if there is memory for the activations."""
+    """Propose no recomputed forward, if there is memory for the activations."""
     mode = str(run.option("activation_checkpointing") or "none")
     recompute = fmean(rank.again for rank in run.ranks)
-    # A compiled backward does not show it in the trace
+    # A compiled backward does not show recomputed forwards in the trace.
     if not recompute and mode != "none":
         share = {"full": 1.0, "selective": 0.3}.get(mode, 1.0 / int(mode.partition(":")[2] or 1))
         recompute = share * fmean(rank.forward for rank in run.ranks)
-    # Saving random states and hooks in the forward costs as much as restoring them here.
+    # Saving random states and hooks in the forward costs as much as restoring them in the backward.
     recompute += fmean(rank.framing for rank in run.ranks)
     free = float(run.about.get("memory_free", 0))
     in_use = float(run.about.get("memory_used", 1))
@@ -125,7 +128,7 @@ def _waits(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _memory(run: ProfileSummary) -> Iterator[Remedy]:
-    """Memory that is allocated and freed in every step."""
+    """Propose to keep memory that is allocated and freed in every step."""
     savings = fmean(rank.allocates for rank in run.ranks)
     if savings > 0.0:
         why = f"every step requests memory from the driver, {savings:.1f} ms"
@@ -150,16 +153,16 @@ def _memory(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _threads(run: ProfileSummary) -> Iterator[Remedy]:
-    """Fewer threads, if there are more than cores.
+    """Propose fewer threads, if there are more than cores.
 
     The gain was measured before the trace, on all ranks.
     """
     fewer = [rank.trace.about.get("fewer_threads") or {} for rank in run.ranks]
-    gain = fmean(float(each.get("gain", 1.0)) for each in fewer)
+    gain = fmean(float(measurement.get("gain", 1.0)) for measurement in fewer)
     if not all(fewer) or gain <= 1.0:
         return
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
-    # The ranks' differences and the cores' part of an exchange shrink by the same factor.
+    # The ranks' differences and the cores' share of an exchange shrink by the same factor.
     slowed = sum(run.steady[name] for name in ("compute", "update", "queued", "imbalance"))
     savings = (slowed + run.steady["exposed_communication"] * run.exchanging) * (1.0 - 1.0 / gain)
     why = f"{ranks} processes of {threads} threads share {cores} cores"
@@ -167,7 +170,10 @@ def _threads(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _cores(run: ProfileSummary) -> Iterator[Remedy]:
-    """Cores that other processes use, beyond the run's own exchanges and loaders."""
+    """Propose cores without other processes.
+
+    The run's own exchanges and loaders do not count as others.
+    """
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
     if threads * ranks > cores or run.option("data.workers"):
         return
@@ -178,16 +184,16 @@ def _cores(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _calls(run: ProfileSummary) -> float:
-    """Milliseconds a step of the operations' fixed cost."""
+    """Return the milliseconds a step of the operations' fixed cost."""
     return min(fmean(rank.trace.calls / rank.trace.steps for rank in run.ranks) / 1e3, run.steady["compute"])
 
 
 def _calling(run: ProfileSummary) -> float:
-    """Milliseconds a step between immediately consecutive operations, without the cost of tracing."""
+    """Return the milliseconds a step between consecutive operations, without tracing."""
     return max(0.0, fmean(rank.calling for rank in run.ranks) - _framing(run))
 
 
 def _framing(run: ProfileSummary) -> float:
-    """Milliseconds a step that tracing takes between operations."""
+    """Return the milliseconds a step that tracing takes between operations."""
     frames = fmean(rank.trace.frames / rank.trace.steps for rank in run.ranks)
     return frames * run.event

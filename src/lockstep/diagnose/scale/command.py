@@ -76,7 +76,7 @@ def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, 
 
 
 def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
-    """The micro-batch size, by a run of two steps.
+    """Return the micro-batch size, by a run of two steps.
 
     A request that `train` refuses is refused here.
     """
@@ -84,24 +84,24 @@ def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
     try:
         size = micro_batch_of(request, machine)
     except RunFailed as error:
-        kind = ConfigError if error.exit_code == ConfigError.exit_code else LockstepError
-        raise kind(f"train on {request.base} rank{'s' * (request.base > 1)}: {error}") from error
+        error_class = ConfigError if error.exit_code == ConfigError.exit_code else LockstepError
+        raise error_class(f"train on {request.base} rank{'s' * (request.base > 1)}: {error}") from error
     request.check(size)
     return size
 
 
 def _measure_all(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[RunSample], dict[Setting, str]]:
-    """The samples of all rounds, and each failed setting's first error.
+    """Return the samples of all rounds, and each failed setting's first error.
 
     A failed setting is not retried.
     """
     samples: list[RunSample] = []
     failures: dict[Setting, str] = {}
     runs = order(request.settings(), request.rounds)
-    for place, (number, setting) in enumerate(runs, 1):
+    for index, (number, setting) in enumerate(runs, 1):
         if setting in failures:
             continue
-        _say(f"run {place} of {len(runs)}: {report.named(setting)}")
+        _say(f"run {index} of {len(runs)}: {report.named(setting)}")
         try:
             samples.append(measure(request, setting, machine, size, number))
         except RunFailed as error:
@@ -113,7 +113,7 @@ def _measure_all(request: ScaleRequest, machine: Machine, size: int) -> tuple[li
 def _verdict(
     request: ScaleRequest, machine: Machine, size: int, rows: list[ScaleRow], samples: list[RunSample]
 ) -> dict[str, Any] | None:
-    """Why the first slow size is slow; None if none is."""
+    """Explain why the first slow size is slow; None if none is."""
     slow = slowest(rows)
     if slow is None:
         return None
@@ -144,6 +144,7 @@ def _exit_on_signal() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    # SystemExit runs the `finally` blocks, which end the run and remove its folder.
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield

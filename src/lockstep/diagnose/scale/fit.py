@@ -46,7 +46,8 @@ __all__ = [
 # Ranks -> the efficiency relative to one rank that the source document expects of well-tuned training on GPUs
 # ("Scaling Efficiency Analysis").
 _BANDS = {2: (0.90, 0.95), 4: (0.85, 0.95), 8: (0.80, 0.90), 16: (0.75, 0.90)}
-GOOD = 0.80  # below it the same document advises to check where the time goes
+# Below this efficiency the same document advises to check where the time goes.
+GOOD = 0.80
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +112,15 @@ def rows_of(
     rows = []
     for mode in request.modes:
         settings = request.settings(mode)
-        first = _rates(samples, settings[0])
+        base_rates = _rates(samples, settings[0])
         for setting in settings:
             parts = setting.batch_size // micro_batch_size
             shell = ScaleRow(mode, setting.ranks, setting.batch_size, parts, error=failures.get(setting, ""))
             rates = _rates(samples, setting)
-            if shell.error or not rates or not first:
+            if shell.error or not rates or not base_rates:
                 rows.append(shell)
                 continue
-            rows.append(_fill_row(shell, request, machine, rates, first, _items(samples, settings[0])))
+            rows.append(_fill_row(shell, request, machine, rates, base_rates, _items(samples, settings[0])))
     return rows
 
 
@@ -139,6 +140,7 @@ def _fill_row(
     """
     growth = row.ranks / request.base
     in_step = items * row.batch_size / request.settings(row.mode)[0].batch_size
+    # Rounds alternate, so ratios within a round cancel a drift of the machine.
     ratios = [rate / first[number] for number, rate in rates.items() if number in first]
     ratios = ratios or [statistics.median(rates.values()) / statistics.median(first.values())]
     speedup = statistics.median(ratios)
@@ -151,7 +153,7 @@ def _fill_row(
         row.micro_batches,
         rate=rate,
         step_ms=1e3 * in_step / rate,
-        rounds=tuple(1e3 * in_step / each for _, each in sorted(rates.items())),
+        rounds=tuple(1e3 * in_step / round_rate for _, round_rate in sorted(rates.items())),
         speedup=speedup,
         efficiency=speedup / growth,
         low=min(ratios) / growth,
@@ -163,26 +165,33 @@ def _fill_row(
 
 
 def _rates(samples: Sequence[RunSample], setting: Setting) -> dict[int, float]:
-    """Items a second by round."""
+    """Return items a second by round."""
     return {sample.round: sample.rate for sample in samples if sample.setting == setting}
 
 
 def _items(samples: Sequence[RunSample], setting: Setting) -> float:
-    """Items of a step of the smallest size, from rate and time.
+    """Return the items of a step of the smallest size, from rate and time.
 
     The records do not count items.
     """
-    return statistics.median(1e-3 * each.total * each.rate for each in samples if each.setting == setting)
+    return statistics.median(1e-3 * sample.total * sample.rate for sample in samples if sample.setting == setting)
 
 
 _Array = NDArray[np.float64]
-_NOISE = 0.01  # least relative noise between two measurements of the same thing
+# Least relative noise between two measurements of the same thing.
+_NOISE = 0.01
+# Bootstrap samples of a fit.
 _DRAWS = 200
-_MOST = 3  # terms of a sum in addition to the compute
-_COVERAGE = 0.9  # of the interval
-_FLAT = 1 / 9  # power of the weights for the interval: as if the noise were three times as large
-_TAILS = 2  # degrees of freedom of the interval's noise, which is estimated from few sizes
-_SHRINKAGE = 0.02  # shrinkage of terms to 0, as a share of a time: of two equal fits the smaller one wins
+# Terms of a sum in addition to the compute.
+_MOST = 3
+# Coverage of the interval.
+_COVERAGE = 0.9
+# Power of the weights for the interval, as if the noise were three times as large.
+_FLAT = 1 / 9
+# Degrees of freedom of the interval's noise, which is estimated from few sizes.
+_TAILS = 2
+# Shrinkage of terms to 0, as a share of a time: of two equal fits the smaller one wins.
+_SHRINKAGE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +240,7 @@ class Fit:
         columns = {}
         for name in _columns(2, 1.0, 1.0, ranks_per_node):
             columns[name] = np.array(
-                [_columns(each.ranks, each.work, each.crowd, ranks_per_node)[name] for each in points]
+                [_columns(entry.ranks, entry.work, entry.crowd, ranks_per_node)[name] for entry in points]
             )
         draws = _bootstrap(points)
         self._sums = [
@@ -239,7 +248,8 @@ class Fit:
             for names in _supports(columns)
             if (candidate := _fit_sum(names, columns, self._middle, draws, self._noise, most_imbalance)) is not None
         ]
-        weights = np.array([each.weight for each in self._sums])
+        weights = np.array([entry.weight for entry in self._sums])
+        # Subtract the largest logarithm first, or exp would underflow for all.
         weights = np.exp(weights - weights.max())
         self._weights = weights / weights.sum()
 
@@ -249,14 +259,16 @@ class Fit:
         Each has a core or device of its own.
         """
         columns = _columns(ranks, work, 1.0, self._per_node)
-        value = float(np.exp(sum(w * math.log(each.at(columns)) for w, each in self._each())))
+        # A geometric mean, since the errors of times are relative.
+        value = float(np.exp(sum(w * math.log(candidate.at(columns)) for w, candidate in self._each())))
+        # The seed is the number of ranks, so the same call gives the same interval.
         spread = np.random.default_rng(ranks).standard_t(_TAILS, size=_DRAWS)
         flat = self._weights**_FLAT
         times = []
         weights = []
-        for weight, each in zip(flat.tolist(), self._sums, strict=True):
-            samples = each.sample(columns)
-            noise = np.exp(math.hypot(self._noise, each.misfit) * spread[: len(samples)])
+        for weight, candidate in zip(flat.tolist(), self._sums, strict=True):
+            samples = candidate.sample(columns)
+            noise = np.exp(math.hypot(self._noise, candidate.misfit) * spread[: len(samples)])
             times.append(samples * noise)
             weights.append(np.full(len(samples), weight / len(samples)))
         low, high = _quantiles(np.concatenate(times), np.concatenate(weights))
@@ -266,11 +278,11 @@ class Fit:
         """Return each term's contribution to `predict(ranks, work).value`, without zero terms."""
         columns = _columns(ranks, work, 1.0, self._per_node)
         parts = dict.fromkeys(columns, 0.0)
-        for weight, each in self._each():
-            for name, factor in zip(each.names, each.factors, strict=True):
+        for weight, candidate in self._each():
+            for name, factor in zip(candidate.names, candidate.factors, strict=True):
                 parts[name] += weight * float(factor) * columns[name]
         ratio = self.predict(ranks, work).value / sum(parts.values())
-        return {name: spent * ratio for name, spent in parts.items() if spent > 0}
+        return {name: value * ratio for name, value in parts.items() if value > 0}
 
     def _each(self) -> list[tuple[float, "_Sum"]]:
         return list(zip(self._weights.tolist(), self._sums, strict=True))
@@ -302,7 +314,7 @@ class _Sum:
 
 
 def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, float]:
-    """The multiplier of each term's coefficient."""
+    """Return the multiplier of each term's coefficient."""
     nodes = -(-ranks // per_node) if per_node else 1
     inside = min(ranks, per_node) if per_node else ranks
     columns = {
@@ -319,8 +331,9 @@ def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, 
 
 
 def _supports(columns: dict[str, _Array]) -> list[tuple[str, ...]]:
-    """The sums that the sizes can determine: compute, and at most three independent terms.
+    """Return the sums that the sizes can determine.
 
+    A sum is the compute and at most three independent terms.
     There cannot be more terms than sizes.
     """
     compute = columns["compute"]
@@ -342,7 +355,7 @@ def _fit_sum(
 ) -> _Sum | None:
     """Fit the relative errors by least squares with shrinkage; None if a coefficient is negative."""
     matrix = np.stack([columns[name] for name in names], axis=1) / middle[:, None]
-    # None on the compute
+    # Shrink all terms but the compute.
     pull = np.diag(_SHRINKAGE * np.abs(matrix).max(axis=0))[1:]
     solve = np.linalg.pinv(np.concatenate([matrix, pull]))[:, : len(middle)]
     factors = solve @ np.ones(len(middle))
@@ -357,7 +370,10 @@ def _fit_sum(
 
 
 def _valid_rows(names: tuple[str, ...], factors: _Array, most_imbalance: float | None) -> NDArray[np.bool_]:
-    """Which rows of factors are valid: none negative, compute positive, imbalance within its bound."""
+    """Return which rows of factors are valid.
+
+    Valid: none negative, compute positive, imbalance within its bound.
+    """
     valid: NDArray[np.bool_] = (factors >= 0).all(axis=1) & (factors[:, 0] > 0)
     if most_imbalance is not None and "imbalance" in names:
         valid &= factors[:, names.index("imbalance")] <= most_imbalance
@@ -368,22 +384,22 @@ def _bootstrap(points: Sequence[SizeMeasurement]) -> _Array:
     """Bootstrap times of each point [draws, points]: medians of resampled rounds, with the least noise."""
     chance = np.random.default_rng(0)
     medians = np.empty((_DRAWS, len(points)))
-    for place, point in enumerate(points):
+    for index, point in enumerate(points):
         times = np.array(point.times)
         picked = chance.integers(len(times), size=(_DRAWS, len(times)))
-        medians[:, place] = np.median(times[picked], axis=1) * np.exp(_NOISE * chance.normal(size=_DRAWS))
+        medians[:, index] = np.median(times[picked], axis=1) * np.exp(_NOISE * chance.normal(size=_DRAWS))
     return medians
 
 
 def _error(times: tuple[float, ...]) -> float:
-    """The relative standard error of the mean; 0 of a single one."""
+    """Return the relative standard error of the mean; 0 for a single time."""
     if len(times) < 2:
         return 0.0
     return float(np.std(times, ddof=1) / np.mean(times) / math.sqrt(len(times)))
 
 
 def _quantiles(values: _Array, weights: _Array) -> tuple[float, float]:
-    """The values between which `_COVERAGE` of the weight is."""
+    """Return the values between which `_COVERAGE` of the weight is."""
     order = np.argsort(values)
     below = np.cumsum(weights[order]) / weights.sum()
     edge = (1 - _COVERAGE) / 2
@@ -400,13 +416,14 @@ def expected_maximum(count: int) -> float:
     if count == 1:
         return 0.0
     x = np.linspace(0.0, 9.0, 1801)
-    # Beyond x, and as much below -x
-    tail = np.array([0.5 * math.erfc(each / math.sqrt(2.0)) for each in x])
+    # The probability beyond x, which is also that below -x.
+    tail = np.array([0.5 * math.erfc(point / math.sqrt(2.0)) for point in x])
     heights = 1.0 - (1.0 - tail) ** count - tail**count
     return float((heights[1:] + heights[:-1]).sum() / 2 * (x[1] - x[0]))
 
 
-_SLACK = 3.0  # times the spread of the steps: the largest plausible imbalance
+# The largest plausible imbalance, as a multiple of the spread of the steps.
+_SLACK = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +476,8 @@ def _extrapolate(fit: Fit, request: ScaleRequest, mode: str, size: int, base: Sc
     batch = base.batch_size if strong else round(base.batch_size * growth)
     work = -(-base.micro_batches // size) / base.work if strong else 1.0
     estimate = fit.predict(size, work)
-    most = (1.0 if strong else growth) * base.step_ms  # speed-up times step_ms
+    # Speed-up times step_ms.
+    most = (1.0 if strong else growth) * base.step_ms
     return Further(
         mode,
         size,
@@ -477,16 +495,16 @@ def _extrapolate(fit: Fit, request: ScaleRequest, mode: str, size: int, base: Sc
 
 
 def _step_spread(samples: Sequence[RunSample], base: ScaleRow, window: int) -> float:
-    """Standard deviation of the smallest size's step, in milliseconds.
+    """Return the standard deviation of the smallest size's step, in milliseconds.
 
     It is estimated from records of `window` steps each. A rank's steps vary about as ranks vary in a step, if they have
     the same devices and work.
     """
-    own = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
+    base_samples = [sample for sample in samples if sample.setting == Setting(base.ranks, base.batch_size)]
     means = []
-    for each in own:
-        for rate in each.rates:
-            means.append(statistics.median(each.rates) / rate)
+    for sample in base_samples:
+        for rate in sample.rates:
+            means.append(statistics.median(sample.rates) / rate)
     if len(means) < 2:
         return base.step_ms
     return base.step_ms * statistics.stdev(means) * math.sqrt(window)

@@ -37,8 +37,10 @@ __all__ = [
 ]
 
 
-_TRACED = 10  # steps
-_SMALL = 0.02  # share of a step; parts that grew by less are not named
+# Steps to trace.
+_TRACED = 10
+# Share of a step: parts that grew by less are not named.
+_SMALL = 0.02
 
 
 def slowest(rows: Sequence[ScaleRow]) -> ScaleRow | None:
@@ -53,9 +55,10 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
         return None
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         setting = Setting(row.ranks, row.batch_size)
-        first = request.window + 1  # its start is over
-        last = first + min(_TRACED, (WINDOWS - 1) * request.window) - 1
-        flags = [*request.train_flags(setting, folder, micro_batch_size), f"--{PROFILE}", f"{first}:{last}"]
+        # The run's start is over by then.
+        first_step = request.window + 1
+        last_step = first_step + min(_TRACED, (WINDOWS - 1) * request.window) - 1
+        flags = [*request.train_flags(setting, folder, micro_batch_size), f"--{PROFILE}", f"{first_step}:{last_step}"]
         try:
             started(request, setting, flags, machine, Path(folder))
             paths = sorted((Path(folder) / "run" / PROFILE).glob("*/verdict.json"))
@@ -77,17 +80,17 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
     rank's micro-batches, in weak scaling stay. On shared cores everything takes longer by the factor of ranks to a
     core's worth of compute.
     """
-    now = _parts(samples, row)
+    parts = _parts(samples, row)
     then = _parts(samples, base)
     crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
     shrink = row.work / base.work * crowd
-    more = {name: spent - then.get(name, 0.0) * shrink for name, spent in now.items()}
-    total = sum(now.values())
+    more = {name: milliseconds - then.get(name, 0.0) * shrink for name, milliseconds in parts.items()}
+    total = sum(parts.values())
     growth = sorted(((ms, name) for name, ms in more.items() if ms > _SMALL * total), reverse=True)
     if not growth:
         return ""
     listing = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in growth)
-    if "exchange" not in now and growth[0][1] == "backward":
+    if "exchange" not in parts and growth[0][1] == "backward":
         note = "; the backward includes the exchange"
     else:
         note = ""
@@ -95,17 +98,18 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
 
 
 def _parts(samples: Sequence[RunSample], row: ScaleRow) -> dict[str, float]:
-    """{part: milliseconds a step}, medians over the rounds."""
-    own = []
-    for each in samples:
-        if each.setting == Setting(row.ranks, row.batch_size):
-            own.append(each.parts)
-    names = sorted({name for parts in own for name in parts})
-    return {name: statistics.median(parts.get(name, 0.0) for parts in own) for name in names}
+    """Return {part: milliseconds a step}, medians over the rounds."""
+    parts_of_rounds = []
+    for sample in samples:
+        if sample.setting == Setting(row.ranks, row.batch_size):
+            parts_of_rounds.append(sample.parts)
+    names = sorted({name for parts in parts_of_rounds for name in parts})
+    return {name: statistics.median(parts.get(name, 0.0) for parts in parts_of_rounds) for name in names}
 
 
-_WIDE = 200  # columns without a terminal
-# an efficiency, and a difference between rounds, that are reported as doubtful
+# Columns without a terminal.
+_WIDE = 200
+# An efficiency, and a difference between rounds, that are reported as doubtful.
 _ABOVE = 1.05
 _WIDE_SPREAD = 0.1
 _TITLES = {
@@ -149,7 +153,7 @@ class Outcome:
         for mode in self.request.modes:
             console.print(Text(_TITLES[mode]))
             console.print(_table([row for row in self.rows if row.mode == mode]))
-            further = [each for each in self.further if each.mode == mode]
+            further = [entry for entry in self.further if entry.mode == mode]
             if further:
                 console.print(Text("extrapolated by the fit, not measured, with 90% intervals"))
                 console.print(_further(further))
@@ -169,7 +173,7 @@ class Outcome:
                 "machine": asdict(self.machine),
                 "rows": rows,
                 "verdict": self.verdict,
-                "extrapolated": [asdict(each) for each in self.further],
+                "extrapolated": [asdict(entry) for entry in self.further],
                 "notes": self.notes(),
             }
         )
@@ -219,10 +223,10 @@ def _of_fit(rows: list[ScaleRow], further: list[Further], per_node: int) -> list
         f"links like the measured ones{'' if several_nodes else '; no network between nodes was measured'}"
     ]
     for mode in dict.fromkeys(each.mode for each in further):
-        last = max((each for each in further if each.mode == mode), key=lambda each: each.ranks)
-        terms = sorted(last.terms.items(), key=lambda pair: -pair[1])
-        listing = ", ".join(f"{name} {ms:.3g}" for name, ms in terms if ms > 0.01 * last.step_ms)
-        lines.append(f"on {last.ranks} ranks ({mode}) the fitted {last.step_ms:.3g} ms of a step are: {listing}")
+        largest = max((each for each in further if each.mode == mode), key=lambda each: each.ranks)
+        terms = sorted(largest.terms.items(), key=lambda pair: -pair[1])
+        listing = ", ".join(f"{name} {ms:.3g}" for name, ms in terms if ms > 0.01 * largest.step_ms)
+        lines.append(f"on {largest.ranks} ranks ({mode}) the fitted {largest.step_ms:.3g} ms of a step are: {listing}")
         idle = [each for each in further if each.mode == mode and each.idle]
         if idle:
             sizes = ", ".join(str(each.ranks) for each in idle)
@@ -233,7 +237,7 @@ def _of_fit(rows: list[ScaleRow], further: list[Further], per_node: int) -> list
 
 
 def _of_spread(rows: list[ScaleRow]) -> list[str]:
-    """Doubts about the numbers themselves."""
+    """Describe doubts about the numbers themselves."""
     measured = [row for row in rows if row.rounds]
     above = sorted({row.ranks for row in measured if row.efficiency > _ABOVE})
     wide = [(max(row.rounds) / min(row.rounds) - 1, row) for row in measured]
@@ -278,15 +282,15 @@ def _further(further: list[Further]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("ranks", "batch", "step ms", "between", "speed-up", "efficiency", "between"):
         table.add_column(title, justify="right", no_wrap=True)
-    for each in further:
+    for entry in further:
         table.add_row(
-            str(each.ranks),
-            str(each.batch_size),
-            f"{each.step_ms:.4g}",
-            f"{each.step_low:.4g} and {each.step_high:.4g}",
-            f"{each.speedup:.2f}",
-            f"{each.efficiency:.0%}",
-            f"{each.low:.0%} and {each.high:.0%}",
+            str(entry.ranks),
+            str(entry.batch_size),
+            f"{entry.step_ms:.4g}",
+            f"{entry.step_low:.4g} and {entry.step_high:.4g}",
+            f"{entry.speedup:.2f}",
+            f"{entry.efficiency:.0%}",
+            f"{entry.low:.0%} and {entry.high:.0%}",
         )
     return table
 
@@ -298,7 +302,7 @@ def _finite(value: Any) -> Any:
             return value
         return None
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return value

@@ -55,7 +55,8 @@ __all__ = [
 ]
 
 
-_ROOT = Path("/")  # parent of /proc and /sys
+# Parent of /proc and /sys.
+_ROOT = Path("/")
 _LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
@@ -88,7 +89,9 @@ class Machine:
 
 
 def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
-    """Describe this machine for runs of these sizes. Loads torch if it must look for devices.
+    """Describe this machine for runs of these sizes.
+
+    Loads torch if it must look for devices.
 
     Args:
         device: the value of --device.
@@ -129,9 +132,12 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
 
 STRONG = "strong"
 WEAK = "weak"
-PROFILE = "profile"  # the option of train that traces steps FIRST:LAST
-WINDOWS = 4  # counted records of a run; one more before them is its start
-_PLANNED_STEPS = 1_000_000  # planned steps, so that neither the end nor an evaluation is part of the measurement
+# The option of train that traces steps FIRST:LAST.
+PROFILE = "profile"
+# Counted records of a run; one more before them is its start.
+WINDOWS = 4
+# Planned steps, so that neither the end nor an evaluation is part of the measurement.
+_PLANNED_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -218,9 +224,9 @@ class ScaleRequest:
         """Return the distinct settings to run, by ranks; of one mode only if given."""
         batch = self.config.batch_size
         settings = set()
-        for kind in (mode,) if mode else self.modes:
+        for scaling in (mode,) if mode else self.modes:
             for size in self.sizes:
-                settings.add(Setting(size, batch if kind == STRONG else batch * size // self.base))
+                settings.add(Setting(size, batch if scaling == STRONG else batch * size // self.base))
         return sorted(settings)
 
     def train_flags(self, setting: Setting, folder: str, micro_batch_size: int, windows: int = WINDOWS) -> list[str]:
@@ -231,7 +237,7 @@ class ScaleRequest:
             windows: records that are counted; 0: only enough steps to start.
         """
         steps = (windows + 1) * self.window if windows else 2
-        own: dict[str, object] = {
+        options: dict[str, object] = {
             "experiment-name": "run",
             "save-dir": folder,
             "batch-size": setting.batch_size,
@@ -245,10 +251,10 @@ class ScaleRequest:
             "patience-metric": "",
         }
         if PROFILE in option_list():
-            own[PROFILE] = ""
+            options[PROFILE] = ""
         if micro_batch_size:
-            own["micro-batch-size"] = micro_batch_size
-        overrides = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+            options["micro-batch-size"] = micro_batch_size
+        overrides = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return [*self.flags, *overrides, *(f"--no-{name}" for name in SINK_FLAGS), "--on-oom", "stop"]
 
 
@@ -281,7 +287,8 @@ _TOTAL = "time/total"
 _PARTS = "time/"
 _ERROR = re.compile(r"^(?:lockstep|\S+\.py): error: (.*)$")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 15.0  # seconds between SIGTERM and SIGKILL
+# Seconds between SIGTERM and SIGKILL.
+_PATIENCE = 15.0
 _OF_LAUNCHERS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|LOCKSTEP_(LAUNCHER|ROUND))"
 )
@@ -358,7 +365,7 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         setting = Setting(request.base, request.config.batch_size)
         micro_batch_size = request.config.micro_batch_size
-        # All sizes must compute the same micro-batches to be compared
+        # All sizes must compute the same micro-batches, or they could not be compared.
         if not has_fixed_cut(request.config):
             micro_batch_size = default_micro_batch_size(request.config.batch_size)
         started(
@@ -395,6 +402,7 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
     run: subprocess.Popen[bytes] | None = None
     with open(log, "wb") as output:
         try:
+            # A signal between the start and the assignment would leave the run behind.
             with _defer_signals():
                 run = subprocess.Popen(
                     command,
@@ -402,7 +410,8 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
                     stdout=output,
                     stderr=output,
                     env=environment,
-                    start_new_session=True,  # as a launcher starts its ranks: schedulers share by session
+                    # As a launcher starts its ranks: schedulers share the cores by session.
+                    start_new_session=True,
                 )
             code = run.wait()
         finally:
@@ -458,7 +467,7 @@ def first_error(output: str, code: int) -> str:
     return f"exited with code {code} without output"
 
 
-# Options that may differ between compared runs; any other difference gets a note.
+# Options that may differ between compared runs. Any other difference gets a note.
 _FREE = ("experiment_name", "save_dir", "batch_size", "seed", "lr", "num_epochs", "max_steps", "stop_at", "extend_to")
 _FREE_SECTIONS = ("optim.", "checkpoint.")
 
@@ -498,18 +507,18 @@ def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int)
         raise ConfigError(
             f"--runs: all are of {sizes[0]} ranks: scaling is a ratio, so give runs of two sizes at least"
         )
-    first = runs[0]
-    micro = first.config["micro_batch_size"]
+    first_run = runs[0]
+    micro = first_run.config["micro_batch_size"]
     for run in runs:
         if run.config["micro_batch_size"] != micro:
             raise ConfigError(
                 f"--runs: {_path_text(run.path)} has micro-batches of {run.config['micro_batch_size']} and "
-                f"{_path_text(first.path)} of {micro}: give runs with one --micro-batch-size"
+                f"{_path_text(first_run.path)} of {micro}: give runs with one --micro-batch-size"
             )
-    log_freq = first.config["log_freq"]
+    log_freq = first_run.config["log_freq"]
     request = ScaleRequest(
         (),
-        Config(batch_size=first.setting.batch_size, micro_batch_size=micro),
+        Config(batch_size=first_run.setting.batch_size, micro_batch_size=micro),
         sizes,
         modes=(_mode(runs),),
         rounds=max(sum(run.setting == setting for run in runs) for setting in {run.setting for run in runs}),
@@ -536,8 +545,8 @@ def _mode(runs: Sequence[_ExistingRun]) -> str:
     batches = {run.setting.batch_size for run in runs}
     if len(batches) == 1:
         return STRONG
-    first = runs[0].setting
-    if all(run.setting.batch_size * first.ranks == first.batch_size * run.setting.ranks for run in runs):
+    base = runs[0].setting
+    if all(run.setting.batch_size * base.ranks == base.batch_size * run.setting.ranks for run in runs):
         return WEAK
     listing = ", ".join(f"{run.setting.batch_size} on {run.setting.ranks}" for run in runs)
     raise ConfigError(
@@ -547,7 +556,7 @@ def _mode(runs: Sequence[_ExistingRun]) -> str:
 
 
 def _read_run(path: Path) -> _ExistingRun:
-    """Read a run's folder. The first record is the run's start, and left out."""
+    """Read a run's folder. The first record covers the run's start, and is left out."""
     source = f"--runs: {_path_text(path)}"
     try:
         state = RunState.from_json(json.loads((path / "state.json").read_text(encoding="utf-8")), lenient=True)
@@ -555,7 +564,11 @@ def _read_run(path: Path) -> _ExistingRun:
         ranks = state.world_size
         batch = config["batch_size"]
         micro = config["micro_batch_size"]
-        if not ranks or not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
+        if (
+            not ranks
+            or not all(isinstance(value, int) and value > 0 for value in (ranks, batch, micro))
+            or batch % micro
+        ):
             raise ValueError
         records = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -566,7 +579,7 @@ def _read_run(path: Path) -> _ExistingRun:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted names and values of the run's config.toml, with unknown options."""
+    """Return the options of the run's config.toml by dotted name, unknown ones too."""
     return {
         name if section == name else f"{section}.{name}": value
         for section, entry in values.items()
@@ -575,7 +588,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(runs: Sequence[_ExistingRun]) -> list[str]:
-    """A line for each other option in which the runs differ."""
+    """Describe each other option in which the runs differ."""
     names = sorted({name for run in runs for name in run.config})
     lines = []
     for name in names:

@@ -57,10 +57,13 @@ def _make() -> ScriptRecorder:
 
 
 def _restart_in_child() -> None:
-    """Start a recorder for a forked process. One that does not train, such as a loader's worker, writes nothing."""
+    """Start a recorder for a forked process.
+
+    One that does not train, such as a loader's worker, writes nothing.
+    """
     recorder = _recorders[0] = _make()
     processes = sys.modules.get("multiprocessing.util")
-    # Its processes end without atexit: register the close when they start
+    # Processes of multiprocessing end without atexit, so register the close when they start.
     if processes is not None:
         processes.register_after_fork(recorder, lambda child: processes.Finalize(None, child.close, exitpriority=0))
 
@@ -79,7 +82,7 @@ def hook_safetensors(module: ModuleType) -> None:
 
 
 def _present() -> ScriptRecorder | None:
-    """The recorder, if this is the training's thread and not a traced graph."""
+    """Return the recorder in the training's thread; None elsewhere or while compiling."""
     recorder = _recorders[0]
     if recorder.off or threading.get_ident() != recorder.thread or torch.compiler.is_compiling():
         return None
@@ -87,11 +90,12 @@ def _present() -> ScriptRecorder | None:
 
 
 def _within(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose time is that of a part, and not of the one that it interrupts."""
+    """Wrap a function so that its time counts as `part`."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         recorder = _present()
+        # A nested call belongs to the outer one: a save's collectives to the save.
         if recorder is None or recorder.part in (part, "save") or (recorder.part == "evaluate" and part != "save"):
             return call(*args, **kwargs)
         before = recorder.enter(part)
@@ -104,6 +108,7 @@ def _within(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hook_loaders() -> None:
+    # torch's loaders have no public hook. The private base class is the same since torch 2.11.
     base: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
     get_batch = base.__next__
 
@@ -140,6 +145,7 @@ def _hook_backward() -> None:
     scaler: Any = importlib.import_module("torch.amp.grad_scaler").GradScaler
     scale = scaler.scale
 
+    # The scaler multiplies the loss, so the record takes it before.
     @functools.wraps(scale)
     def scale_and_note(self: Any, outputs: Any) -> Any:
         recorder = _present()
@@ -155,6 +161,7 @@ def _hook_updates() -> None:
     within: list[weakref.ref[Any]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        # Wrappers call the step of an inner optimizer: count the outer one only.
         outer = within[0]() if within else None
         if _recorders[0].off or torch.compiler.is_compiling() or (outer is not None and outer is not optimizer):
             return
@@ -173,8 +180,8 @@ def _hook_updates() -> None:
 
 def _hook_modes() -> None:
     """Hook `model.eval()` and `model.train()`, between which a script evaluates."""
-    kind: Any = torch.nn.Module
-    set_mode = kind.train
+    module_class: Any = torch.nn.Module
+    set_mode = module_class.train
 
     @functools.wraps(set_mode)
     def train(self: Any, mode: bool = True) -> Any:
@@ -183,7 +190,7 @@ def _hook_modes() -> None:
             recorder.switch(self, training=mode)
         return set_mode(self, mode)
 
-    kind.train = train
+    module_class.train = train
 
 
 def _hook_collectives() -> None:
@@ -192,6 +199,7 @@ def _hook_collectives() -> None:
         return
     home = importlib.import_module("torch.distributed.distributed_c10d")
     for name in _COLLECTIVES:
+        # torch.distributed copies the names, so both modules need the wrapper.
         if hasattr(home, name):
             wrapper = _within("exchange", getattr(home, name))
             setattr(home, name, wrapper)

@@ -1,4 +1,4 @@
-"""Time the parts of each step of a script, and write what `profile`, `goodput` and `report` read.
+"""Time the parts of each step of a script, for `profile`, `goodput` and `report`.
 
     recorder = ScriptRecorder(folder, trace=[6, 15])    # hooks.py calls it, in the process that trains
     recorder.enter("backward")                          # from now on the time is the backward's
@@ -32,10 +32,14 @@ from lockstep.training.run_dir import describe_process, write_description
 
 __all__ = ["ScriptRecorder"]
 
-_WINDOW = 0.2  # seconds of a record, at least
-_CLASSES = {"start": START, "evaluate": EVALUATION, "save": SAVES}  # part -> that of the timeline; else TRAINING
+# Least seconds of a record.
+_WINDOW = 0.2
+# Part of a step -> part of the timeline. All others are TRAINING.
+_CLASSES = {"start": START, "evaluate": EVALUATION, "save": SAVES}
+# Parts without a mark in the trace.
 _UNMARKED = ("start", "rest")
-_OUTSIDE = ("start", "evaluate", "save")  # parts that are not of a step
+# Parts that do not belong to a step.
+_OUTSIDE = ("start", "evaluate", "save")
 
 
 def _quiet(method: Callable[..., None]) -> Callable[..., None]:
@@ -48,6 +52,7 @@ def _quiet(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
+            # Whatever fails here must not change or end the script.
             self.off = True
             if str(error):
                 text = str(error).splitlines()[0]
@@ -81,20 +86,21 @@ class ScriptRecorder:
         self._timeline.begin(of_process=True)
         self._trace: StepTrace | None = None
         self._clock: Clock | None = None
-        # The optimizer whose steps are counted
+        # The optimizer whose steps are counted.
         self._owner: weakref.ref[Any] | None = None
         self._device, self._tensors = torch.device("cpu"), frozenset[int]()
-        # Steps that the optimizer had before this process
+        # Steps that the optimizer had before this process.
         self._before = self._world_size = 0
         self._in_closure = self._by_mode = self._has_loader = False
         self._waited = self._load_began = self._due = 0.0
         self._timeline.measures(lambda: self._waited)
         self._workers = self._parameters = self._bytes = 0
-        # Within the traced steps
+        # Number of evaluations and saves within the traced steps.
         self._counts = dict.fromkeys(("evaluate", "save"), 0)
-        self._held: list[Any] = []  # batches of the step, while they are needed
+        # Batches of the step, while they are needed.
+        self._held: list[Any] = []
         self._losses: list[torch.Tensor] = []
-        # The newest, not yet written
+        # The newest record, which is not written yet.
         self._record: tuple[dict[str, Any], torch.Tensor | None] | None = None
 
     def enter(self, part: str) -> str:
@@ -109,9 +115,9 @@ class ScriptRecorder:
         self._marks.enter("" if part in _UNMARKED else part)
         if part in self._counts:
             self._counts[part] += 1
-        kind = _CLASSES.get(part, TRAINING)
-        if kind != _CLASSES.get(before, TRAINING):
-            self._timeline.enter(kind)
+        activity = _CLASSES.get(part, TRAINING)
+        if activity != _CLASSES.get(before, TRAINING):
+            self._timeline.enter(activity)
         return before
 
     # The parts.
@@ -120,6 +126,7 @@ class ScriptRecorder:
         """Begin to wait for a batch; False within an evaluation."""
         if self.part == "data":
             return False
+        # Loading without gradients belongs to an evaluation.
         if not torch.is_grad_enabled():
             self.enter("evaluate")
             return False
@@ -146,7 +153,8 @@ class ScriptRecorder:
     def backward(self, tensors: Any) -> None:
         """Begin a backward of these losses."""
         self._by_mode = False
-        if not self._is_traced:  # a trace has the script's own operations alone
+        # A trace must show the script's own operations only.
+        if not self._is_traced:
             loss = self.unscaled if self.unscaled is not None else tensors
             loss = loss[0] if isinstance(loss, list | tuple) and loss else loss
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -200,14 +208,15 @@ class ScriptRecorder:
         self.thread = threading.get_ident()
         self._device = tensors[0].device
         if optimizer.state:
-            done = optimizer.state.get(tensors[0], {}).get("step", 0)
+            steps_before = optimizer.state.get(tensors[0], {}).get("step", 0)
         else:
-            done = 0
-        self._before = int(done)  # waits for the device: once
+            steps_before = 0
+        # The host waits for the device here, once for each process.
+        self._before = int(steps_before)
         self.rank, self._world_size = _ranks()
         if self.rank == 0:
             self._timeline.open(self._folder / "timeline.jsonl", self._before, self._world_size)
-            # The report then lacks its environment
+            # Without the file the report lacks the environment.
             with contextlib.suppress(OSError):
                 described = describe_process(devices=self._device.type == "cuda")
                 write_description(self._folder / "environment.json", described)
@@ -223,7 +232,8 @@ class ScriptRecorder:
         self._timeline.enter(TRAINING)
         if self._trace is not None and self._span is not None:
             self._trace_step(self._trace, *self._span)
-        if self._clock is None:  # the first step's times are those of a start
+        # The first step's times are those of a start.
+        if self._clock is None:
             self._clock = make_clock(self._device, self._world_size)
         elif time.perf_counter() >= self._due and not self._is_traced:
             self._end_window(self._clock)
@@ -233,16 +243,21 @@ class ScriptRecorder:
         self._marks.begin_step("" if self._has_loader else "forward")
 
     def _end_window(self, clock: Clock) -> None:
-        """Write the record of the last window, whose loss has reached the host, and make this one's."""
+        """Write the record of the last window, and make this one's.
+
+        The last one's loss has reached the host.
+        """
         self._write()
-        times = {name: spent for name, spent in clock.read().items() if name not in _OUTSIDE}
+        times = {name: milliseconds for name, milliseconds in clock.read().items() if name not in _OUTSIDE}
         record: dict[str, Any] = {"global_step": self._before + self.steps, "memory": peak_memory(self._device)}
-        record |= {f"time/{'other' if name == 'rest' else name}": spent for name, spent in times.items()}
+        record |= {f"time/{'other' if name == 'rest' else name}": milliseconds for name, milliseconds in times.items()}
         record["time/total"] = sum(times.values())
         loss = None
         if self._losses and self.rank == 0:
             with torch.no_grad():
-                loss = torch.stack([each.reshape(()).to(self._device, torch.float32) for each in self._losses]).mean()
+                loss = torch.stack(
+                    [loss_tensor.reshape(()).to(self._device, torch.float32) for loss_tensor in self._losses]
+                ).mean()
         self._losses, self._record, self._due = [], (record, loss), time.perf_counter() + _WINDOW
 
     def _write(self) -> None:
@@ -251,7 +266,7 @@ class ScriptRecorder:
         record, loss = self._record
         self._record = None
         if loss is not None:
-            # Waits for the device, which computed it a window ago
+            # The host waits for the device here, which computed the loss a window ago, so hardly ever.
             value = loss.item()
             record["running_loss"] = value if math.isfinite(value) else str(value)
         if self.rank == 0:
@@ -292,7 +307,7 @@ class ScriptRecorder:
             return
         if self.steps < first - 1:
             trace.note_untraced()
-        # torch's profiler warms up before the trace
+        # torch's profiler warms up for a step before the trace.
         if self.steps >= first - 2 and not trace.is_prepared:
             trace.prepare(self._parameters, [] if self._workers else self._held[:1])
         if self.steps == first - 1:
@@ -331,13 +346,13 @@ class ScriptRecorder:
 
     def _unseen(self) -> list[str]:
         """Name what the verdict cannot see."""
-        kind = self._device.type
+        device_type = self._device.type
         unseen = []
-        if kind != "cuda":
-            if kind == "cpu":
+        if device_type != "cuda":
+            if device_type == "cpu":
                 where = "the model is on the CPU"
             else:
-                where = f"the work of a device of type {kind} is not traced"
+                where = f"the work of a device of type {device_type} is not traced"
             unseen.append(f"host side only: {where}, so synchronisations such as .item() are not told from other calls")
         if not self._has_loader:
             unseen.append("no DataLoader of torch was used: time spent loading samples counts as computing or Python")
@@ -353,10 +368,12 @@ def _ranks() -> tuple[int, int]:
 
 
 def _has_ddp() -> bool:
-    kind = torch.nn.parallel.DistributedDataParallel
-    return any(issubclass(type(each), kind) for each in gc.get_objects())
+    ddp_class = torch.nn.parallel.DistributedDataParallel
+    # The script may hold the model anywhere, so look at all objects, once at the end of the trace.
+    return any(issubclass(type(tracked), ddp_class) for tracked in gc.get_objects())
 
 
 def _is_compiled() -> bool:
+    # torch has no public count of compiled graphs; the private module is the same since torch 2.11.
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["stats"])
