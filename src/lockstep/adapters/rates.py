@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 
-_WRITTEN = ("lr", "momentum", "betas")  # what schedulers write
+# What schedulers write
+_WRITTEN = ("lr", "momentum", "betas")
 
 
 class EpochPosition(NamedTuple):
@@ -103,7 +104,8 @@ class Rates:
         self._initial_states = [_state_of(each.scheduler) for each in schedulers]
         self._copy(self._shadow, self._optimizer)
         self._initial_groups = [_written_of(group) for group in optimizer.param_groups]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: the engine's optimizer steps
+        # Or torch warns: the engine's optimizer steps
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def check(self, steps: int) -> None:
         """Step the schedulers that follow no evaluation over a plan of `steps`, and begin again.

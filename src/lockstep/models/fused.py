@@ -47,13 +47,16 @@ __all__ = [
 ]
 
 
-IGNORED = -100  # the label of a token that is not predicted
+# The label of a token that is not predicted
+IGNORED = -100
 
 # (model, output of its blocks or its head, labels int64 [batch, time], chunk) -> the loss, summed
 Ending = Callable[[Any, Tensor, Tensor, int], Tensor]
 
-_LARGE = 512 << 20  # bytes of a micro-batch's float32 logits; larger ones are made in chunks
-_CHUNK = 128 << 20  # bytes of a chunk's
+# Bytes of a micro-batch's float32 logits; larger ones are made in chunks
+_LARGE = 512 << 20
+# Bytes of a chunk's
+_CHUNK = 128 << 20
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -278,7 +281,8 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sums
 class _Replacement(nn.Linear):
     """A linear layer that takes over the parameters of another."""
 
-    takes_copies = True  # of its weights, see `transforms.weight_copies`
+    # Of its weights, see `transforms.weight_copies`
+    takes_copies = True
 
     @classmethod
     def of(cls, linear: nn.Linear, **settings: Any) -> Self:

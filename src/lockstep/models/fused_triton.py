@@ -34,8 +34,10 @@ class Tile(NamedTuple):
 
 # The first fits the shared memory of sm90 (144 KiB), the last that of every device from sm80 on (96 KiB).
 CONFIGS = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3))
-_GROUP = 8  # blocks of rows that share their columns' weights in the L2 cache
-_ROWS, _COLUMNS, _CHUNK = 32, 128, 256  # a pass over a gradient: its tile, and the rows that one program sums
+# Blocks of rows that share their columns' weights in the L2 cache
+_GROUP = 8
+# A pass over a gradient: its tile, and the rows that one program sums
+_ROWS, _COLUMNS, _CHUNK = 32, 128, 256
 
 
 @triton.jit

@@ -32,7 +32,8 @@ __all__ = [
     "plain_logits",
 ]
 
-_PAD_TO = 64  # matrix units want sizes that are multiples of 64
+# Matrix units want sizes that are multiples of 64
+_PAD_TO = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ class _Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         causal = mask is None
         if past is not None:
-            causal = not past.time  # a token that is added sees all before it
+            # A token that is added sees all before it
+            causal = not past.time
             key, value = past.extended(key, value)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
@@ -364,7 +366,8 @@ def generate(  # noqa: PLR0913
                 logits = logits[:, -1, : config.vocab_size].float()
                 ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
                 ended |= torch.isin(ids[:, -1], ends)
-                if len(ends) and bool(ended.all()):  # waits for the device
+                # Waits for the device
+                if len(ends) and bool(ended.all()):
                     break
     finally:
         model.train(training)

@@ -283,9 +283,11 @@ def keeps_apart(model: nn.Module, ids: Tensor, positions: Tensor, documents: Ten
     Args:
         ids, positions, documents: a batch, int64 [batch, time] each.
     """
-    row = int(documents.amax(dim=1).argmax())  # waits for the device
+    # Waits for the device
+    row = int(documents.amax(dim=1).argmax())
     first = documents[row] == 0
-    end = int(first.sum())  # waits for the device
+    # Waits for the device
+    end = int(first.sum())
     # Waits for the device
     after = end + int((documents[row] == 1)[end : end + _AFTER].sum())
     span = slice(max(0, end - _BEFORE), after)
@@ -310,7 +312,8 @@ def _close(loss: Tensor) -> float:
 Say = Callable[[str], None]
 
 
-_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "alibi")  # settings of attention that takes a mask
+# Settings of attention that takes a mask
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "alibi")
 
 
 def _is_full(text: Any) -> bool:

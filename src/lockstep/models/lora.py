@@ -379,10 +379,12 @@ def _config(peft: Any, adapters: Adapters, **more: Any) -> Any:
 
 
 def _peft() -> Any:
-    quiet()  # peft imports bitsandbytes where it is installed
+    # Peft imports bitsandbytes where it is installed
+    quiet()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package's own imports
+            # Of the package's own imports
+            warnings.simplefilter("ignore")
             import peft
     except ImportError as error:
         raise ConfigError(

@@ -32,9 +32,12 @@ __all__ = [
 ]
 
 _FLAG = "--model.load-in"
-_BLOCK = 64  # weights that share a scale
-_NESTED = 256  # scales that share a scale of their own
-_OUTLIER = 6.0  # inputs above it are multiplied in float16, as the paper has it
+# Weights that share a scale
+_BLOCK = 64
+# Scales that share a scale of their own
+_NESTED = 256
+# Inputs above it are multiplied in float16, as the paper has it
+_OUTLIER = 6.0
 
 
 class Quantization(NamedTuple):

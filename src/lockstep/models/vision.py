@@ -77,7 +77,8 @@ class MLP(nn.Module):
         return cast(Tensor, self.head(x))[:, 0].double() * target[1] + target[0]
 
 
-_STAGES = (16, 32, 64)  # channels
+# Channels
+_STAGES = (16, 32, 64)
 
 
 class Residual(nn.Module):

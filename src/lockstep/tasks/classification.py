@@ -30,8 +30,10 @@ __all__ = [
 ]
 
 _TEXT_COLUMNS = ("text", "sentence", "content", "review")
-_CHARACTERS = 5  # characters of a token, roughly; only for balancing the work
-_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # input_ids get the tokenizer's pad token
+# Characters of a token, roughly; only for balancing the work
+_CHARACTERS = 5
+# Input_ids get the tokenizer's pad token
+_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}
 
 Say = Callable[[str], None]
 
@@ -47,7 +49,8 @@ class Texts:
         longest: maximum tokens of a sample.
     """
 
-    draws_random = False  # a sample needs no seed
+    # A sample needs no seed
+    draws_random = False
 
     def __init__(self, texts: Sequence[list[str]], labels: Tensor, encoder: HubEncoder, longest: int) -> None:
         self.texts = texts
@@ -162,7 +165,8 @@ class TextClassification(Task):
         best = logits.argmax(dim=1)
         metrics: dict[str, Any] = {"accuracy": ((best == labels).sum(), len(labels))}
         if self._f1 is not None:
-            self._f1.update(best.cpu(), labels.cpu())  # waits for the device
+            # Waits for the device
+            self._f1.update(best.cpu(), labels.cpu())
             metrics["f1"] = self._f1
         return F.cross_entropy(logits, labels, reduction="sum"), metrics
 

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-_SPLIT_SEED = 0  # not the run's: runs with other seeds are evaluated on the same samples
+# Not the run's: runs with other seeds are evaluated on the same samples
+_SPLIT_SEED = 0
 
 
 def digits(flag: str) -> tuple[Tensor, Tensor]:

@@ -213,7 +213,8 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
     evaluation_part = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
     classes = _classes(root / "train" if evaluation_part else root, flag)
-    broken = dict[str, str]()  # file -> why no decoder reads it
+    # File -> why no decoder reads it
+    broken = dict[str, str]()
     train = _images(root, "train" if evaluation_part else "", classes, flag, broken)
     if evaluation_part:
         extra = sorted(set(_classes(root / evaluation_part, flag)) - set(classes))

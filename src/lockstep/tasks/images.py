@@ -38,8 +38,10 @@ __all__ = [
 
 
 _BUILT_IN = ("builtin:resnet", "builtin:vit")
-DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}  # of inputs, by --precision; else float32
-_SIZE = 64  # default image size
+# Of inputs, by --precision; else float32
+DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
+# Default image size
+_SIZE = 64
 
 Say = Callable[[str], None]
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -311,7 +313,8 @@ class ImageClassification(Task):
     def collate(self, samples: list[Any]) -> Sequence[Tensor]:
         """Combine samples into (images, labels), and mix those of training."""
         images, labels = super().collate(samples)
-        if self._mix and labels.dim() == 2:  # of training: see `Prepared`
+        # Of training: see `Prepared`
+        if self._mix and labels.dim() == 2:
             images, mixed = self._mix(images, labels.argmax(1))
             labels = mixed.to(labels.dtype)
         return images, labels
@@ -323,7 +326,8 @@ class ImageClassification(Task):
         """
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
-        if labels.dim() == 2:  # shares of the classes
+        # Shares of the classes
+        if labels.dim() == 2:
             labels = labels.to(logits.dtype)
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)
 

@@ -57,9 +57,12 @@ __all__ = [
 ]
 
 
-_SAMPLE_TOKENS = 120  # tokens of a sample of text
-_PROMPT_TOKENS = 1024  # maximum tokens of a prompt with its answer; trl's max_length
-_GROUP_SIZE = 16  # texts that are generated together
+# Tokens of a sample of text
+_SAMPLE_TOKENS = 120
+# Maximum tokens of a prompt with its answer; trl's max_length
+_PROMPT_TOKENS = 1024
+# Texts that are generated together
+_GROUP_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ def merge(metric: Any, states: list[dict[str, Any]]) -> None:
     """
     metric.reset()
     if _merges_itself(metric):
-        for state in reversed(states):  # merge_state prepends
+        # Merge_state prepends
+        for state in reversed(states):
             metric.merge_state(state)
         return
     for name, reduction in metric._reductions.items():

@@ -61,10 +61,13 @@ __all__ = [
 INDEX = "tokens.json"
 _FORMAT = "lockstep tokens 2"
 _JOB = "job.json"
-_TOKENIZER = "tokenizer"  # folder of the tokenizer's files
-_MIN_VOCABULARY = 257  # every byte, and the separator
+# Folder of the tokenizer's files
+_TOKENIZER = "tokenizer"
+# Every byte, and the separator
+_MIN_VOCABULARY = 257
 _SPLITS = ("train", "evaluation")
-_LINE_SECONDS = 5.0  # between two lines of progress
+# Between two lines of progress
+_LINE_SECONDS = 5.0
 
 Say = Callable[[str], None]
 
@@ -207,7 +210,8 @@ def named_tokenizer(name: str, trust_remote_code: bool, cache: Path, say: Say) -
 def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain) -> dict[str, Any]:
     """Return everything that decides the content of the shards."""
     packing = asdict(job.packing)
-    if job.packing.kind == "stream":  # windows of any length share the files
+    # Windows of any length share the files
+    if job.packing.kind == "stream":
         del packing["seq_len"]
     trained = isinstance(tokenizer, TokenizerToTrain)
     return {

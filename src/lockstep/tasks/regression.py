@@ -67,8 +67,10 @@ class RowsMetric:
 
 DIABETES = "builtin:diabetes"
 MODEL = "builtin:mlp"
-_NUMBERS = ("int", "uint", "float", "bool")  # begin the dtypes of numbers
-_LOOKED_AT = 1000  # values that show whether a column of text has numbers
+# Begin the dtypes of numbers
+_NUMBERS = ("int", "uint", "float", "bool")
+# Values that show whether a column of text has numbers
+_LOOKED_AT = 1000
 
 Say = Callable[[str], None]
 

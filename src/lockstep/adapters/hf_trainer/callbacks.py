@@ -174,7 +174,8 @@ class Events(Hooks):
         control.should_save = due.save and every["save"] == "steps"
         control.should_training_stop |= done >= state.max_steps
         self._event("on_step_end")
-        self._agree(context)  # collective
+        # Collective
+        self._agree(context)
         self._log_step(context, step, record)
         # What a callback asks for at the end of an epoch follows its last step.
         if (self._requests or "epoch" in every.values()) and self._epochs(done) > self._epoch:
@@ -182,7 +183,8 @@ class Events(Hooks):
             control.should_evaluate |= due.evaluate and every["eval"] == "epoch"
             control.should_save |= due.save and every["save"] == "epoch"
             self._end_epoch()
-            self._agree(context)  # collective
+            # Collective
+            self._agree(context)
             self._log_step(context, step, record)
         control = trainer.control
         return Due(
@@ -210,7 +212,8 @@ class Events(Hooks):
             self._trainer.control.should_evaluate = False
             self._event("on_evaluate", metrics=logs)
             self._note_best(logs, done)
-        self._agree(context)  # collective
+        # Collective
+        self._agree(context)
         return bool(self._trainer.control.should_save)
 
     def after_save(self, done: int) -> None:
@@ -307,7 +310,8 @@ class Events(Hooks):
         if not self._requests:
             return
         control = self._trainer.control
-        rows = context.gather([bool(getattr(control, name)) for name in _REQUESTS])  # collective
+        # Collective
+        rows = context.gather([bool(getattr(control, name)) for name in _REQUESTS])
         for name, asked in zip(_REQUESTS, map(any, zip(*rows, strict=True)), strict=True):
             setattr(control, name, asked)
 
@@ -319,9 +323,11 @@ class Events(Hooks):
             return
         self._logged = done
         if record is None:
-            logs = {"loss": step.loss, "grad_norm": step.norm}  # collective
+            # Collective
+            logs = {"loss": step.loss, "grad_norm": step.norm}
             context.log({"loss": logs["loss"]})
-            numbers = step.numbers  # collective
+            # Collective
+            numbers = step.numbers
         else:
             logs = {"loss": record["running_loss"], "grad_norm": record["grad_norm"]}
             numbers = {}

@@ -53,7 +53,8 @@ def settings_of(trainer: Any, config: Config) -> Config:
     for each in trainer.callback_handler.callbacks:
         name = type(each).__name__
         if not type(each).__module__.startswith(PACKAGES):
-            continue  # it is called
+            # It is called
+            continue
         if name in _SINKS:
             changes[_SINKS[name]] = True
         elif name == _EARLY_STOPPING:
@@ -122,7 +123,8 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
     trainer.args._n_gpu = 1
     kind, batching = adapt(trainer, collator_of(trainer)) or _adapt(trainer, training)
     task = kind(trainer, batching, training, evaluates=evaluates)
-    evaluations = task.hooks  # of a scheduler that follows them
+    # Of a scheduler that follows them
+    evaluations = task.hooks
     if callbacks:
         task.hooks = task.events = Events(trainer, callbacks, len(training), evaluations)
         # Else data are loaded ahead over the end of an epoch

@@ -24,9 +24,11 @@ __all__ = [
 ]
 
 
-YAML = (".yaml", ".yml")  # of a script that reads it by `--config`, with trl's parser
+# Of a script that reads it by `--config`, with trl's parser
+YAML = (".yaml", ".yml")
 _P = TypeVar("_P", bound=argparse.ArgumentParser)
-_ALSO = ("task", "preset")  # options of any task that select it, or that its script decides
+# Options of any task that select it, or that its script decides
+_ALSO = ("task", "preset")
 
 
 class Script(NamedTuple):

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-_GROUP_SETTINGS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")  # where schedulers store them
+# Where schedulers store them
+_GROUP_SETTINGS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 Make = Callable[[Optimizer, int], Any]
 

@@ -47,7 +47,8 @@ __all__ = [
 ]
 
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added to parameter names by transformations
+# Added to parameter names by transformations
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Modules whose methods do not change a step; an override from elsewhere would not be called.
 _KNOWN_MODULES = ("transformers.", *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward")))
 FINGERPRINT_ARGUMENTS = (
@@ -65,9 +66,12 @@ class TrainerTask(Task):
     framework = "the Trainer"
     reduction = "micro-batch"
     item_name = "samples"
-    gathers = True  # a `compute_loss` may gather what it logs
-    autocast_scope = "float32 outputs"  # as Accelerate prepares the model
-    fingerprint_arguments: tuple[str, ...] = FINGERPRINT_ARGUMENTS  # those that change what is computed
+    # A `compute_loss` may gather what it logs
+    gathers = True
+    # As Accelerate prepares the model
+    autocast_scope = "float32 outputs"
+    # Those that change what is computed
+    fingerprint_arguments: tuple[str, ...] = FINGERPRINT_ARGUMENTS
     events: Events | None = None
 
     def __init__(self, trainer: Any, batching: Batching | PairBatching, training: Any, *, evaluates: bool) -> None:

@@ -28,8 +28,10 @@ __all__ = [
 ]
 
 _SFT, _DPO, _REWARD = (f"trl.trainer.{name}" for name in ("sft_trainer", "dpo_trainer", "reward_trainer"))
-_SERVED = set(zip((_SFT, _DPO, _REWARD), TRL_TRAINERS, strict=True))  # a class of trl.experimental has the same name
-_COUNTED = ("num_tokens",)  # a total of the process, not a number of the batch
+# A class of trl.experimental has the same name
+_SERVED = set(zip((_SFT, _DPO, _REWARD), TRL_TRAINERS, strict=True))
+# A total of the process, not a number of the batch
+_COUNTED = ("num_tokens",)
 
 
 def check_trl(trainer: Any) -> None:
@@ -106,7 +108,8 @@ class _TrlTask(TrainerTask):
     fingerprint_arguments = (*FINGERPRINT_ARGUMENTS, *(name for name, row in TRL.items() if row.what == "its loss"))
 
     @property
-    def fixed_models(self) -> dict[str, nn.Module]:  # type: ignore[override]  # read after the model is made
+    # Read after the model is made
+    def fixed_models(self) -> dict[str, nn.Module]:  # type: ignore[override]
         """The reference model; it is no part of checkpoints, so the ranks must have made it alike."""
         reference = getattr(self.trainer, "ref_model", None)
         if reference is None:

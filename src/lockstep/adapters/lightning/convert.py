@@ -208,7 +208,8 @@ class WholeBatchManualTask(WholeBatchTask, ManualTask):
     """A module with manual optimization and a dataset of whole batches."""
 
 
-_MARKERS = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
+# A module has train_dataloader too
+_MARKERS = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}
 
 
 def load(spec: str, seed: int = 0) -> LightningTask:

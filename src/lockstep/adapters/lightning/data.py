@@ -506,7 +506,8 @@ def _prepare(module: Any, datamodule: Any, seed: int) -> None:
         return
     world = World.join(device="cpu", timeout=3600.0)
     try:
-        on_all_ranks(world, here)  # collective: the others wait, and an error is one on every rank
+        # Collective: the others wait, and an error is one on every rank
+        on_all_ranks(world, here)
     finally:
         world.leave()
 

@@ -74,7 +74,8 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
             raise ConfigError(f"from_lightning: the callback {name} is not supported: {way}")
     if trainer is not None and not trainer.checkpoint_callbacks:
         changes["ckpt_freq"] = 0
-    if not config.eval_freq:  # `Life` compares the steps
+    # `Life` compares the steps
+    if not config.eval_freq:
         changes.pop("best_metric", None)
     # No ModelCheckpoint judges: one best for both
     if "patience" in changes and "best_metric" not in changes:
@@ -101,7 +102,8 @@ def _early_stopping(each: Any) -> dict[str, Any]:
                 "loop of lockstep.Run"
             )
     return {
-        "patience": max(1, int(each.patience)),  # 0 ends at the first evaluation that is no better, as 1 does
+        # 0 ends at the first evaluation that is no better, as 1 does
+        "patience": max(1, int(each.patience)),
         "patience_metric": f"{each.monitor}:{each.mode}",
         "min_delta": abs(float(each.min_delta)),
     }
@@ -190,7 +192,8 @@ class Life(Hooks):
         self._metrics: dict[str, Any] = {}
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
-        self._epoch = -1  # the current one; -1: none
+        # The current one; -1: none
+        self._epoch = -1
         # Names that a tried training_step logged
         self._trial_names: set[str] = set()
         self._tries = False
@@ -202,7 +205,8 @@ class Life(Hooks):
         monitored = set()
         for each in (*stoppers, *trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
             monitored.add(each.monitor)
-        self._monitored = monitored - {None}  # also those of an evaluation
+        # Also those of an evaluation
+        self._monitored = monitored - {None}
         if evaluates:
             self._compared = None
         else:
@@ -382,8 +386,10 @@ class Life(Hooks):
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(self.module.hparams_initial)
         if not done:
-            self._try_saving(context)  # collective
-        self.trainer.callback_metrics.clear()  # of what was tried
+            # Collective
+            self._try_saving(context)
+        # Of what was tried
+        self.trainer.callback_metrics.clear()
         self.start()
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -407,10 +413,12 @@ class Life(Hooks):
 
     def after_step(self, context: RunContext, done: int) -> bool:
         if done % context.log_freq == 0:
-            values = together(context.gather(self._steps.plain()))  # collective
+            # Collective
+            values = together(context.gather(self._steps.plain()))
             self._record(context, self._publish(values, steps=True), done)
         elif self._monitored and (self._ends_epoch(done) or self._compares(done)):
-            self._publish(together(context.gather(self._steps.plain())), steps=True)  # collective
+            # Collective
+            self._publish(together(context.gather(self._steps.plain())), steps=True)
         self._steps.clear()
         saves = False
         if self._ends_epoch(done):
@@ -452,7 +460,8 @@ class Life(Hooks):
                     f"{names}"
                 )
         for each in self.served.stoppers:
-            each.on_train_epoch_end(self.trainer, self.module)  # collective
+            # Collective
+            each.on_train_epoch_end(self.trainer, self.module)
 
     def _note_best(self, context: RunContext) -> None:
         """Give ModelCheckpoints the path and the score of the run's best, once it is saved."""
@@ -474,7 +483,8 @@ class Life(Hooks):
         else:
             gather = self.trainer.strategy.gather
             metrics = self._metrics
-            values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))  # collective
+            # Collective
+            values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))
             values |= {name: number(each) for name, each in merged_results(self.module, metrics, gather).items()}
         plain = {}
         for name, value in values.items():
@@ -484,7 +494,8 @@ class Life(Hooks):
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
         self._due_values = None
         if due.evaluate and self._evaluates and self._monitored:
-            self._due_values = self.training_values()  # collective
+            # Collective
+            self._due_values = self.training_values()
         return due
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
@@ -537,7 +548,8 @@ class Life(Hooks):
             _LOG.debug("what is saved could not be tried", exc_info=True)
         finally:
             self.trainer.sanity_checking = False
-        problem = next(filter(None, context.gather(problem)), "")  # collective
+        # Collective
+        problem = next(filter(None, context.gather(problem)), "")
         if problem:
             raise ConfigError(problem)
 
@@ -554,7 +566,8 @@ class Life(Hooks):
         }
 
     def after_run(self, context: RunContext, done: int) -> None:
-        stops = self.served and any(context.gather(self.trainer.should_stop))  # collective
+        # Collective
+        stops = self.served and any(context.gather(self.trainer.should_stop))
         self._record(context, self._end_epoch(context if stops else None), done)
         self._note_best(context)
         # Epochs that are complete, as in Lightning
@@ -616,14 +629,18 @@ class Life(Hooks):
         if context is None:
             self._epoch = -1
             return {}
-        with self._leavings.gathered(self.module, context.gather):  # collective
+        # Collective
+        with self._leavings.gathered(self.module, context.gather):
             values: dict[str, float] = {}
-            if self.served:  # they may monitor what was logged before the hook
-                values = self._epoch_values(context, values)  # collective
+            # They may monitor what was logged before the hook
+            if self.served:
+                # Collective
+                values = self._epoch_values(context, values)
                 self._publish(values, steps=False)
             self.hook("on_train_epoch_end")
             self._collect(True)
-            values |= self._epoch_values(context, values)  # collective
+            # Collective
+            values |= self._epoch_values(context, values)
             for metric in self._metrics.values():
                 metric.reset()
         self._metrics.clear()
@@ -634,7 +651,8 @@ class Life(Hooks):
 
     def _epoch_values(self, context: RunContext, known: Mapping[str, float]) -> dict[str, float]:
         """Reduce what was logged over the epoch since the last call; metrics that are not `known`. Collective."""
-        values = together(context.gather(self._epochs.plain()))  # collective
+        # Collective
+        values = together(context.gather(self._epochs.plain()))
         self._epochs.clear()
         return values | {name: number(each.compute()) for name, each in self._metrics.items() if name not in known}
 

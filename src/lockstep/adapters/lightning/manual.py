@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 
-_NUMBERS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of a plateau
+# Of a plateau
+_NUMBERS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class Coroutine:
@@ -315,7 +316,8 @@ class ManualSteps:
     def ask(self, point: tuple[str, int], value: Any = None) -> None:
         """Pause the current micro-batch at a step, and return once all have taken it."""
         micro = self._micro_batch("a step")
-        if not micro.states:  # a trial
+        # A trial
+        if not micro.states:
             return
         micro.point = [*point, value]
         if self._is_single:
@@ -371,7 +373,8 @@ class ManualSteps:
 
     def _take_step(self, micro: list[_MicroBatch]) -> None:
         """Take the step that all micro-batches have reached."""
-        self._engine.agree([each.point[:2] for each in micro])  # collective
+        # Collective
+        self._engine.agree([each.point[:2] for each in micro])
         kind, place, value = micro[0].point
         if kind == "scheduler":
             self._schedulers[place].really(value)
@@ -381,7 +384,8 @@ class ManualSteps:
         with default_dtype(self._dtype):
             gradients = [each.gradients for each in micro]
             buffers = [each.buffer_state for each in micro]
-            self._engine.update(place, gradients, self._weights, buffers, clips[0])  # collective
+            # Collective
+            self._engine.update(place, gradients, self._weights, buffers, clips[0])
 
     def _enter(self, micro: _MicroBatch) -> None:
         """Swap in the state of a micro-batch."""

@@ -44,7 +44,8 @@ __all__ = [
 
 
 _INSIDE = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", __name__)
-_FOR_STEPS = "torch.distributed.nn."  # collectives with gradients, for use in a loss
+# Collectives with gradients, for use in a loss
+_FOR_STEPS = "torch.distributed.nn."
 _OWN_ATTRIBUTES = ("torch.", "lockstep.")
 
 
@@ -94,7 +95,8 @@ def _find_caller() -> tuple[str, str]:
     return name, str(frame.f_globals.get("__name__", ""))
 
 
-_MAX_DEPTH = 8  # containers within each other
+# Containers within each other
+_MAX_DEPTH = 8
 _SKIPPED = ("_parameters", "_buffers", "_modules", "_fabric_optimizers", "_forward_hooks", "_backward_hooks")
 _VOLATILE = (
     "training",
@@ -173,7 +175,8 @@ class Leavings:
         for name, notes in self._records.items():
             if _matches(notes, lists.get(name)):
                 records[name] = notes
-        sizes = gather([sorted(records), sorted(active)])  # collective
+        # Collective
+        sizes = gather([sorted(records), sorted(active)])
         if len(sizes) > 1 and any(names for pair in sizes for names in pair):
             row: list[Any] = []
             items = []
@@ -183,7 +186,8 @@ class Leavings:
             states = {}
             for name, metric in active.items():
                 states[name] = taken_apart(dict(metric.metric_state), row, name)
-            parts = gather([items, states, [_encode(tensor) for tensor in row]])  # collective
+            # Collective
+            parts = gather([items, states, [_encode(tensor) for tensor in row]])
             _fill(parts, module, metrics)
         yield
 
@@ -204,7 +208,8 @@ def merged_results(
         for name, metric in metrics.items()
         if id(metric) in attributes and was_updated(metric)
     }
-    parts = gather([forms, [_encode(tensor) for tensor in row]])  # collective
+    # Collective
+    parts = gather([forms, [_encode(tensor) for tensor in row]])
     states: dict[tuple[str, str], list[Any]] = {}
     for forms_of_rank, texts in parts:
         tensors = [_decode(text) for text in texts]
@@ -300,7 +305,8 @@ def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
         ConfigError: a value that cannot be sent to the other ranks.
     """
     if isinstance(value, Tensor):
-        row.append(value.detach().cpu())  # waits for the device
+        # Waits for the device
+        row.append(value.detach().cpu())
         return {"tensor": len(row) - 1}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}

@@ -178,8 +178,10 @@ class LightningTask(Task):
     """
 
     framework = "Lightning"
-    switches_modes = False  # the module's hooks do, as in Lightning
-    autocast_scope = "forward"  # which is the `training_step`, without its hooks
+    # The module's hooks do, as in Lightning
+    switches_modes = False
+    # Which is the `training_step`, without its hooks
+    autocast_scope = "forward"
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
     items_per_sample: int | None = 1
@@ -196,12 +198,14 @@ class LightningTask(Task):
         self._initial = _copied(module)
         self._sets: dict[str, LoaderParts] = loaders.validation
         if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
-            self.items_per_sample = None  # it may leave samples out
+            # It may leave samples out
+            self.items_per_sample = None
         self._step_name = "validation_step"
         self._hook = "validation"
         self._config: Config | None = None
         self._in_evaluation = False
-        self._batches: Counter[int] = Counter()  # evaluated so far, of each set
+        # Evaluated so far, of each set
+        self._batches: Counter[int] = Counter()
         self._epochs: list[Epoch] = []
         self._logged = Logged()
         trainer._results = self._logged
@@ -248,7 +252,8 @@ class LightningTask(Task):
         if written(module, "configure_model"):
             self.life.call("configure_model")
         self._enter(module)
-        metrics_of(module)  # turns off their own synchronisation
+        # Turns off their own synchronisation
+        metrics_of(module)
         self._epochs = []
         model: nn.Module = module.train()
         return model
@@ -381,7 +386,8 @@ class LightningTask(Task):
 
     def testing(self, sets: dict[str, LoaderParts]) -> Self:
         """Return this task with `test_step` on `sets` in place of its evaluation."""
-        if self._first is not None:  # the module has not trained
+        # The module has not trained
+        if self._first is not None:
             self._enter(self.module)
         # Not copy.copy, which would go through __getstate__ as for another process
         task = object.__new__(type(self))

@@ -228,7 +228,8 @@ class Standing:
             print(*values, **more)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copy and pickle ask for such
+        # Copy and pickle ask for such
+        if name.startswith("__"):
             raise AttributeError(name)
         raise NotServed(
             f"from_lightning: module or callback reads trainer.{name}, which a run lacks: leave it out, or do it "
@@ -304,7 +305,8 @@ class _Strategy:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any, decide so. Collective."""
-        decisions = self.gather(bool(decision))  # collective
+        # Collective
+        decisions = self.gather(bool(decision))
         return bool(min(decisions) if all else max(decisions))
 
     def reduce(self, value: Any, *_: Any, **__: Any) -> Any:

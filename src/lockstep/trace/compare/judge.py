@@ -73,7 +73,8 @@ __all__ = [
 
 
 _NAMES = {"initial": "weights", "weights": "weights", "grad": "gradients", "buffers": "buffers", "state": "states"}
-_STAGES = {  # in causal order
+# In causal order
+_STAGES = {
     "begin": ("weights", "changed-weights"),
     "weights": ("optimizer", "update"),
     "buffers": ("buffers", "forward"),
@@ -178,8 +179,10 @@ def _losses_finite(step: StepPair, side: int) -> bool | None:
 # a gradient this small a share of all, and off by this share of itself, is noise
 _NOISE = 1e-3
 _NOISE_OFF = 1e-2
-_VAGUE = ("loss", "reduction", "part-unreduced", "gradient")  # causes that say little: other contents are named before
-_TOO_FAR = 1e-2  # share by which the weights may differ while gradients are still comparable
+# Causes that say little: other contents are named before
+_VAGUE = ("loss", "reduction", "part-unreduced", "gradient")
+# Share by which the weights may differ while gradients are still comparable
+_TOO_FAR = 1e-2
 
 
 def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
@@ -411,7 +414,8 @@ def _norms_off(step: StepPair) -> list[str]:
             norm = clips[-1][4][0] if clips else math.sqrt(squares)
         norms.append(float(norm))
     if not math.isfinite(norms[0]) and not math.isfinite(norms[1]):
-        return []  # counted as not compared
+        # Counted as not compared
+        return []
     if abs(norms[0] - norms[1]) <= step.limit * max(norms):
         return []
     return ["norm"]

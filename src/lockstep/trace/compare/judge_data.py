@@ -114,7 +114,8 @@ def contents_difference(step: StepPair) -> TraceFinding | None:
     second = counted(second_reads)
     if first == second or counted(readers(first_reads)) == counted(readers(second_reads)) or not second - first:
         return None
-    if same_effect(step):  # different padding, or samples that the loss ignores
+    # Different padding, or samples that the loss ignores
+    if same_effect(step):
         return None
     wrong = next(iter((second - first).keys()))
     rank, sample = next((rank, s) for rank, each in second_reads.items() for s in each if s.content == wrong)
@@ -363,8 +364,10 @@ def _list_contents(samples: list[TracedSample]) -> str:
     return _list_samples(Counter(dict.fromkeys((s.content for s in samples), 1)), {s.content: s.name for s in samples})
 
 
-_COMMON = ("torch", "cuda", "python", "numpy")  # generators that every process has; others are the model's own
-_OF_HOST = ("python", "numpy")  # draw numbers of a step, not masks of samples
+# Generators that every process has; others are the model's own
+_COMMON = ("torch", "cuda", "python", "numpy")
+# Draw numbers of a step, not masks of samples
+_OF_HOST = ("python", "numpy")
 
 
 class Forward(NamedTuple):
@@ -475,8 +478,10 @@ def _equal_draws(step: StepPair, name: str, spot: Spot, key: str) -> TraceFindin
     return None
 
 
-_MOST_RESIDUAL = 1e-3  # share of a gradient that the sum of the two may leave unexplained
-_LEAST_SHARE = 0.05  # smallest share of a kept gradient
+# Share of a gradient that the sum of the two may leave unexplained
+_MOST_RESIDUAL = 1e-3
+# Smallest share of a kept gradient
+_LEAST_SHARE = 0.05
 
 
 def parameter_sets(step: StepPair) -> TraceFinding | None:
@@ -490,7 +495,8 @@ def parameter_sets(step: StepPair) -> TraceFinding | None:
         first = step.one.tensors(kind)
         second = step.two.tensors(kind)
         if kind == "begin" and not (first and second):
-            continue  # of large models it is recorded now and then
+            # Of large models it is recorded now and then
+            continue
         finding = _unmatched_tensors(step, matched(first, second))
         if finding is not None:
             return finding

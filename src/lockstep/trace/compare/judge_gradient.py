@@ -43,9 +43,11 @@ _FINE = ROUNDOFF["float32"]
 # roundings of the coarsest dtype; in between the measured distance decides
 _LEAST_LIMIT = 4.0
 _MOST = 16.0
-_DISTANCE_FACTOR = 8.0  # times the distance of the same samples' outputs
+# Times the distance of the same samples' outputs
+_DISTANCE_FACTOR = 8.0
 
-Output = tuple[int, tuple[float, float]]  # rank; signed sum and sum of squares of the output
+# Rank; signed sum and sum of squares of the output
+Output = tuple[int, tuple[float, float]]
 
 
 def gradient_limit(step: StepPair) -> float:
@@ -126,14 +128,21 @@ def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
     return outputs
 
 
-_LEAST = 1e-4  # share by which equal factors may differ
-_ROUNDINGS = 2.0  # of the coarsest dtype, by which they may be off
-_STANDARD_ERRORS = 6.0  # standard errors of a mean factor
-_FREEDOM = 4  # extra samples over the forwards needed to know the error of a mean
-_RATIO = 1e-3  # share by which a ratio may miss a whole number
+# Share by which equal factors may differ
+_LEAST = 1e-4
+# Of the coarsest dtype, by which they may be off
+_ROUNDINGS = 2.0
+# Standard errors of a mean factor
+_STANDARD_ERRORS = 6.0
+# Extra samples over the forwards needed to know the error of a mean
+_FREEDOM = 4
+# Share by which a ratio may miss a whole number
+_RATIO = 1e-3
 
-Counts = dict[int, list[int]]  # rank -> items of each of its losses
-Forward = tuple[int, int]  # rank, number of its forward in the step
+# Rank -> items of each of its losses
+Counts = dict[int, list[int]]
+# Rank, number of its forward in the step
+Forward = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,8 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
             )
             return step.finding("normalisation", "rank-average", text, "items")
     if sum(each.samples - 1 for each in factors) < _FREEDOM:
-        return None  # too few samples to know how far such lengths vary anyway
+        # Too few samples to know how far such lengths vary anyway
+        return None
     text = (
         f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, unlike the first"
     )
@@ -444,11 +454,15 @@ def _counts(step: StepPair, side: int, name: str, column: int) -> Counts:
     return counts
 
 
-_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ only in length
-_LENGTH = 1e-2  # share by which a length may miss the clipped one
-_EQUAL = 1e-4  # share by which numbers that ranks share may differ
+# Sine of the largest angle between gradients that differ only in length
+_PARALLEL = 1e-3
+# Share by which a length may miss the clipped one
+_LENGTH = 1e-2
+# Share by which numbers that ranks share may differ
+_EQUAL = 1e-4
 _STATISTICS = ("running_mean", "running_var")
-_OUTPUT = 1e-3  # share by which a sample's output may differ
+# Share by which a sample's output may differ
+_OUTPUT = 1e-3
 
 
 def gradient_difference(step: StepPair) -> TraceFinding:
@@ -718,7 +732,8 @@ def _clipping(step: StepPair) -> TraceFinding | None:
     if limits[0] != limits[1]:
         return step.finding("clipping", "clipping", f"clipped to {limits[1]} instead of {limits[0]}", "all gradients")
     if abs(norms[0] - norms[1]) > _EQUAL * max(norms):
-        return None  # the norm is wrong, and so the sum
+        # The norm is wrong, and so the sum
+        return None
     return step.finding(
         "clipping",
         "clipping",

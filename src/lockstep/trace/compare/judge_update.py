@@ -261,7 +261,8 @@ def _has_event(spot: Spot, kind: str) -> bool:
     for rank in spot.part.ranks.values():
         record = rank.steps[spot.at] if spot.at < len(rank.steps) else rank.end
         if record is None:
-            return True  # was cut off: unknown
+            # Was cut off: unknown
+            return True
         begin = min((f["at"] for f in record["fwd"] if not f["train"]), default=0)
         end = min((f["at"] for f in record["fwd"] if f["train"] and f["at"] > begin), default=1 << 60)
         for event in record["ev"]:
@@ -301,7 +302,8 @@ class TrainedSoFar:
         """Update the state by a step."""
         gradients = spot.tensors("grad").values()
         record = next(iter(spot.part.records(spot.at).values()))
-        hidden = record["kind"] == "DeepSpeedEngine"  # it reports only the norm
+        # It reports only the norm
+        hidden = record["kind"] == "DeepSpeedEngine"
         self.got |= hidden or bool(gradients)
         self.counts |= (hidden and record.get("norm") != 0) or any(tensor.square for tensor in gradients)
         old = spot.before()
@@ -323,10 +325,14 @@ class TrainedSoFar:
         return [f"the weights never change in {steps} steps: nothing is trained (largest learning rate: {self.rate:g})"]
 
 
-_MOST_OFF = 1e-2  # share of itself by which a gradient may differ while its update is still comparable
-_SAME = 1e-3  # share by which the updates of bitwise equal gradients may differ
-_UPDATE = 0.1  # share by which updates may differ, in addition to rounding of their gradients
-_NEVER_ROUNDING = 0.8  # no healthy update differs by this share
+# Share of itself by which a gradient may differ while its update is still comparable
+_MOST_OFF = 1e-2
+# Share by which the updates of bitwise equal gradients may differ
+_SAME = 1e-3
+# Share by which updates may differ, in addition to rounding of their gradients
+_UPDATE = 0.1
+# No healthy update differs by this share
+_NEVER_ROUNDING = 0.8
 
 
 def update_count(step: StepPair) -> TraceFinding | None:
@@ -569,8 +575,10 @@ def _states_off(step: StepPair, first: dict[str, WholeTensor], second: dict[str,
     return None
 
 
-_LAST_PLACES = 8.0  # units in the last place by which restored weights may be off: w + e - e
-_MOVE_SHARE = 0.1  # share by which the same change may differ between the runs
+# Units in the last place by which restored weights may be off: w + e - e
+_LAST_PLACES = 8.0
+# Share by which the same change may differ between the runs
+_MOVE_SHARE = 0.1
 
 
 def initial_difference(step: StepPair) -> TraceFinding | None:
@@ -621,7 +629,8 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
     first = step.one.tensors("begin")
     second = step.two.tensors("begin")
     if not first or not second:
-        return None  # of large models they are recorded now and then
+        # Of large models they are recorded now and then
+        return None
     first_moves = _moves(step.one)
     second_moves = _moves(step.two)
     norm = math.sqrt(max(sum(value.square for value in side.values()) for side in (first, second)))
@@ -637,7 +646,8 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
         far = distance(b, zero)
         near = distance(a, zero)
         if tensor in first_moves and tensor in second_moves and not math.isfinite(far + near):
-            continue  # both are not finite
+            # Both are not finite
+            continue
         alone = (tensor in first_moves) != (tensor in second_moves)
         error = distance(a, b)
         if (alone and not back) or not error <= back + (_MOVE_SHARE + GROWTH * step.off) * max(far, near):

@@ -261,8 +261,10 @@ def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
     return Counter(sample.content for each in samples.values() for sample in each)
 
 
-_NEAR = 0.45  # share of a step's own move within which two weights belong to the same step; 0.5 is between two
-_MOST_UPDATES_BACK = 16  # updates within which each of several optimizers steps
+# Share of a step's own move within which two weights belong to the same step; 0.5 is between two
+_NEAR = 0.45
+# Updates within which each of several optimizers steps
+_MOST_UPDATES_BACK = 16
 
 
 @dataclass(frozen=True)
@@ -394,7 +396,8 @@ def _stop(run: TraceRun, last: TracePart) -> str:
     """Describe how the last start of a run stopped before its end."""
     _, _, behind = str(run.info.get("steps") or "").partition(":")
     if behind and every(_next_step(rank) >= int(behind) for rank in last.ranks.values()):
-        return ""  # all requested steps were recorded
+        # All requested steps were recorded
+        return ""
     for number, rank in last.ranks.items():
         if rank.failed:
             return f"stopped recording ({rank.failed})"
@@ -467,8 +470,10 @@ def apart(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> tupl
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 FIRST = "the first run"
 SECOND = "the second run"
-GROWTH = 50.0  # a gradient may be off by this factor more than its weights
-_ALIKE = 1e-5  # share by which values that ranks share may differ
+# A gradient may be off by this factor more than its weights
+GROWTH = 50.0
+# Share by which values that ranks share may differ
+_ALIKE = 1e-5
 
 
 @dataclass

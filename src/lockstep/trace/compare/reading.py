@@ -34,7 +34,8 @@ __all__ = [
 FORMAT = 2
 FOLDER_FILE = "trace.json"
 NO_STEP = "no process reached a step of a torch optimizer (a process started as python -I, -E or -S is not recorded)"
-_WIDTH = 10  # columns of a row of sums: digest, square, eight signed sums
+# Columns of a row of sums: digest, square, eight signed sums
+_WIDTH = 10
 
 
 class TraceError(Exception):
@@ -298,7 +299,8 @@ def _fill(record: dict[str, Any]) -> None:
     def part(place: list[int]) -> memoryview:
         return raw[8 * place[0] : 8 * (place[0] + place[1])]
 
-    for value in record.values():  # [number of a table, its sums]
+    # [number of a table, its sums]
+    for value in record.values():
         if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int):
             value[1] = part(value[1])
     for batch in (*record["loads"], *record["fwd"]):

@@ -311,7 +311,8 @@ def _wrap_clip(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         limit = kwargs.get("max_norm", kwargs.get("clip_value", args[1] if len(args) > 1 else None))
         value = None
         if isinstance(norm, torch.Tensor):
-            value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # collective: as if the script read it
+            # Collective: as if the script read it
+            value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         _recorders[0].passes.event("clip", name, float(limit) if isinstance(limit, int | float) else None, value)
         return norm
 

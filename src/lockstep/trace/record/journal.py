@@ -116,7 +116,8 @@ class Writer:
         self._file = os.open(folder / name, flags, 0o600)
         self._free = most
         self.full = False
-        self._write(_line(head))  # even if nothing else fits
+        # Even if nothing else fits
+        self._write(_line(head))
 
     def put(self, record: dict[str, Any]) -> bool:
         """Write a line; return False once the file is full, which its last line records."""
@@ -155,10 +156,14 @@ def _line(record: dict[str, Any]) -> bytes:
     return text + b"\n"
 
 
-_LAYOUTS = 32  # cached layouts
-_FIRST = 3  # first steps of a process, in which everything is digested
-_EVERY = 10  # after that, everything is digested every so many steps
-_DELAY = 0.02  # seconds that a step's record may wait for later ones
+# Cached layouts
+_LAYOUTS = 32
+# First steps of a process, in which everything is digested
+_FIRST = 3
+# After that, everything is digested every so many steps
+_EVERY = 10
+# Seconds that a step's record may wait for later ones
+_DELAY = 0.02
 
 P = ParamSpec("P")
 
@@ -316,7 +321,8 @@ class Journal:
             rows = torch.zeros(len(entries), WIDTH, dtype=torch.int64)
             for indices, plan in layout.plans:
                 sums = plan.run([plains[index] for index in indices])
-                rows[torch.tensor(indices)] = sums.cpu()  # waits for the device
+                # Waits for the device
+                rows[torch.tensor(indices)] = sums.cpu()
         for target, begin, end in targets:
             self.reading.put(target, 1, rows[begin:end])
 
@@ -407,11 +413,13 @@ class Journal:
         # Write the steps that ended before
         with contextlib.suppress(Exception):
             self._flush()
-        self.forget()  # release the tensors
+        # Release the tensors
+        self.forget()
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # a disk may be full
+            # A disk may be full
+            with contextlib.suppress(OSError):
                 self._writer.put({"t": "failed", "k": self.step, "error": message})
 
     def _put(self, line: dict[str, Any]) -> None:

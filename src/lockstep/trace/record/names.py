@@ -26,9 +26,11 @@ __all__ = [
 ]
 
 
-Entry = tuple[str, Tensor, ElementPlaces]  # name, local tensor, its place in the whole
+# Name, local tensor, its place in the whole
+Entry = tuple[str, Tensor, ElementPlaces]
 
-_OPAQUE = ElementPlaces(-1)  # a shard with an unknown place
+# A shard with an unknown place
+_OPAQUE = ElementPlaces(-1)
 WHOLE = ElementPlaces(0)
 _WRAPPERS = {
     *("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine"),
@@ -57,7 +59,8 @@ class Names:
     def __init__(self) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._names: dict[int, str] = {}
-        self._flat: dict[int, int] = {}  # FSDP 1: offset of a parameter's shard
+        # FSDP 1: offset of a parameter's shard
+        self._flat: dict[int, int] = {}
         self._modules: list[tuple[str, str, weakref.ref[nn.Module]]] = []
         self._generators: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
@@ -124,7 +127,8 @@ class Names:
     def entry(self, name: str, tensor: Tensor) -> Entry:
         """Return (name, this rank's shard of a tensor, its place in the whole)."""
         local, place = piece(tensor)
-        flat = self._flat.get(id(tensor))  # offset of a shard of FSDP 1
+        # Offset of a shard of FSDP 1
+        flat = self._flat.get(id(tensor))
         return name, local, place if flat is None else ElementPlaces(flat)
 
     def entries(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:

@@ -71,7 +71,8 @@ class PendingTensors:
         for device in {tensor.device for _, _, tensor, _ in pending}:
             group = [each for each in pending if each[2].device == device]
             words = [tensor.view(torch.int64) for _, _, tensor, _ in group]
-            read = torch.cat(words).cpu()  # waits for the device
+            # Waits for the device
+            read = torch.cat(words).cpu()
             parts = read.split_with_sizes([word.numel() for word in words])
             for (target, key, tensor, form), part in zip(group, parts, strict=True):
                 target[key] = _to_bytes_or_list(part.view(tensor.dtype), form)
@@ -83,14 +84,20 @@ def _to_bytes_or_list(tensor: Tensor, form: str) -> Any:
     raw = ctypes.string_at(tensor.data_ptr(), 8 * count) if count else b""
     if form == "numbers":
         return array(_CODES[tensor.dtype], raw).tolist()
-    return raw  # on little-endian machines
+    # On little-endian machines
+    return raw
 
 
-SLOTS = 8  # steps that may be queued
-_ROWS = 1024  # rows of sums up to which a step may be queued: a MiB of memory for each step
-_MOST_OF_ONE = 1 << 16  # of a batch, or of an output
-_MOST_ELEMENTS = 1 << 20  # elements of all batches and outputs: an evaluation may have any number
-_TYPES = (Tensor, torch.nn.Parameter)  # a subclass may redefine copying
+# Steps that may be queued
+SLOTS = 8
+# Rows of sums up to which a step may be queued: a MiB of memory for each step
+_ROWS = 1024
+# Of a batch, or of an output
+_MOST_OF_ONE = 1 << 16
+# Elements of all batches and outputs: an evaluation may have any number
+_MOST_ELEMENTS = 1 << 20
+# A subclass may redefine copying
+_TYPES = (Tensor, torch.nn.Parameter)
 
 Put = Callable[..., None]
 

@@ -32,10 +32,13 @@ __all__ = [
 ]
 
 
-_MOST_WORDS = 16384  # of a sample's tensor; of a longer one, evenly spaced words count
-_MOST_OUT = 4096  # elements of a sample's output that count
+# Of a sample's tensor; of a longer one, evenly spaced words count
+_MOST_WORDS = 16384
+# Elements of a sample's output that count
+_MOST_OUT = 4096
 _MOST_DEPTH = 6
-_IGNORED = -100  # label that losses ignore
+# Label that losses ignore
+_IGNORED = -100
 _LISTS = (list, tuple)
 _PLAIN = (str, int, float, bytes)
 
@@ -248,7 +251,8 @@ def _tensor(value: Any) -> Any:
             return torch.as_tensor(value)
         except TypeError:  # texts
             return value.tobytes()
-    if isinstance(value, Tensor) and hasattr(value, "placements"):  # a DTensor
+    # A DTensor
+    if isinstance(value, Tensor) and hasattr(value, "placements"):
         return value.to_local()  # type: ignore[attr-defined]
     return value
 
@@ -267,7 +271,8 @@ def _digest_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
         odd = _odd(words.shape[1], words.device)
     hashed = words.unsqueeze(1) * odd
     hashed = (hashed ^ (hashed >> 15)).sum(2, dtype=torch.int32)
-    return hashed.view(torch.int64).squeeze(1)  # two sums, the low one first
+    # Two sums, the low one first
+    return hashed.view(torch.int64).squeeze(1)
 
 
 def _words(rows: Tensor, counted: Tensor | None) -> Tensor:

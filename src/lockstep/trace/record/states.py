@@ -114,8 +114,10 @@ def _digest_numpy(module: Any) -> str:
     return digest
 
 
-_MOST_EVENTS = 2000  # events recorded of a step
-_MODULE_STEPS = 2  # steps in which every module's output is recorded anyway
+# Events recorded of a step
+_MOST_EVENTS = 2000
+# Steps in which every module's output is recorded anyway
+_MODULE_STEPS = 2
 
 
 class PassRecorder:
@@ -150,7 +152,8 @@ class PassRecorder:
         if set_epoch is not None:
             record["se"] = set_epoch
         if isinstance(indices, list):
-            with contextlib.suppress(TypeError):  # keys other than integers
+            # Keys other than integers
+            with contextlib.suppress(TypeError):
                 record["i"] = [operator.index(index) for index in indices]
         self._put_batch(record, Batch(data))
         self.journal.record["loads"].append(record)
@@ -265,7 +268,8 @@ class PassRecorder:
 
         def reached_output(gradient: Tensor | None) -> None:
             nonlocal at_output
-            if gradient is not None:  # DDP passes None
+            # DDP passes None
+            if gradient is not None:
                 at_output = True
                 self.reached(record, gradient)
 
@@ -313,7 +317,8 @@ class PassRecorder:
             events.append(event)
 
 
-_MOST_ELEMENTS = 4 << 20  # up to this size, weights before the update and optimizer state are digested in every step
+# Up to this size, weights before the update and optimizer state are digested in every step
+_MOST_ELEMENTS = 4 << 20
 _NUMBERS = (bool, int, float)
 _LISTS = (tuple, list)
 
@@ -350,7 +355,8 @@ class Updates:
         self.in_engine = False
         self._optimizers: list[weakref.ref[Any]] = []
         self._cache: weakref.WeakKeyDictionary[Any, _OptimizerParameters] = weakref.WeakKeyDictionary()
-        self._skipped = False  # the current update trains nothing
+        # The current update trains nothing
+        self._skipped = False
 
     @quiet
     def before(self, optimizer: Any) -> None:
@@ -430,7 +436,8 @@ class Updates:
         outside = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
         result = _OptimizerParameters(key, entries, parameters, outside, plain)
         self._cache.pop(optimizer, None)
-        if plain:  # caching would keep shards in memory
+        # Caching would keep shards in memory
+        if plain:
             self._cache[optimizer] = result
         return result
 

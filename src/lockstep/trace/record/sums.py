@@ -25,17 +25,22 @@ __all__ = [
 ]
 
 
-SKETCH = 8  # signed sums of a tensor: the estimated distance is typically off by a third
+# Signed sums of a tensor: the estimated distance is typically off by a third
+SKETCH = 8
 WIDTH = 2 + SKETCH
-_BLOCK = 256  # elements that share a row
-_ROWS = {"cpu": 768}  # rows per call: enough that calls cost little, few enough to fit a cache
+# Elements that share a row
+_BLOCK = 256
+# Rows per call: enough that calls cost little, few enough to fit a cache
+_ROWS = {"cpu": 768}
 _DEVICE_ROWS = 1 << 14
-_PLANS = 32  # cached layouts
+# Cached layouts
+_PLANS = 32
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _KINDS = (torch.float32, torch.float64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
-Layout = tuple[int, "ElementPlaces", bool]  # elements, their place, whether in float64
+# Elements, their place, whether in float64
+Layout = tuple[int, "ElementPlaces", bool]
 
 
 class ElementPlaces(NamedTuple):
