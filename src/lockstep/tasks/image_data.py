@@ -221,7 +221,7 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
     evaluation_part = next(
-        (folder_name for folder_name in _EVALUATION if (root / "train").is_dir() and (root / folder_name).is_dir()), ""
+        (split for split in _EVALUATION if (root / "train").is_dir() and (root / split).is_dir()), ""
     )
     classes = _classes(root / "train" if evaluation_part else root, flag)
     # File -> the reason why no decoder reads it.
@@ -242,7 +242,7 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     content = []
     for file, label in (*train, *evaluation):
         content.append((file, (root / file).stat().st_size, label))
-    others = {folder_name for folder_name in _EVALUATION if evaluation_part and folder_name != evaluation_part}
+    others = {split for split in _EVALUATION if evaluation_part and split != evaluation_part}
     sizes = {file: size for file, size, _ in content}
     _account(root, sizes, broken, others, flag).check(config.data.skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
