@@ -355,8 +355,8 @@ class LightningTask(Task):
         optimizer.register_step_pre_hook(self._before_update)
         return optimizer
 
-    @property
     # The base class has an attribute of this name, which is None.
+    @property
     def live_rates(self) -> Rates | None:  # type: ignore[override]
         """The module's schedulers, which the hooks step."""
         return self.life.rates
