@@ -92,7 +92,7 @@ def _merge_values(values: list[Any], reduction: Any) -> Any:
 
 
 def _same(value: Any, default: Any) -> bool:
-    # Waits for the device, when a metric is checked before step 1.
+    # The state was read from JSON, so it is in host memory.
     return isinstance(value, Tensor) and isinstance(default, Tensor) and torch.equal(value.cpu(), default.cpu())
 
 

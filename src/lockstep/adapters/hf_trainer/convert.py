@@ -82,8 +82,8 @@ def check_optimizer(trainer: Any) -> None:
         factory = trainer.optimizer_cls_and_kwargs[0]
         if not (isinstance(factory, type) and issubclass(factory, Optimizer)):
             raise ConfigError(
-                f"from_trainer: optimizer_cls_and_kwargs={getattr(factory, '__name__', factory)} is a factory, which is not "
-                "served: give a class of torch.optim.Optimizer"
+                f"from_trainer: optimizer_cls_and_kwargs={getattr(factory, '__name__', factory)} is a factory, "
+                "which is not served: give a class of torch.optim.Optimizer"
             )
         return
     name = value(trainer.args.optim)
