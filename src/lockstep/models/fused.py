@@ -70,7 +70,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """
     logits = logits.flatten(0, -2)
     if logits.dtype is not torch.float64:
-        # A sum over a large vocabulary is too coarse in half precision
+        # A sum over a large vocabulary is too coarse in half precision.
         logits = logits.float()
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 

@@ -240,7 +240,7 @@ def _wide(like: Tensor) -> torch.dtype:
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
-    """The matrix with contiguous rows; the rows themselves may be strided."""
+    """Return the matrix with contiguous elements in each row; rows may be strided."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 

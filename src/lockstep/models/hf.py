@@ -229,7 +229,7 @@ def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk
     if summed_labels is None:
         # The instance's `forward` is this function, so the class's own is called.
         return type(self).forward(self, *inputs, **kwargs)
-    # Adapters pass on whatever there is
+    # The inner model need not accept every argument of the whole, so those that are None are left out.
     options = {name: value for name, value in kwargs.items() if value is not None}
     hidden = self.base_model(*inputs, **options).last_hidden_state
     loss: Tensor = self.ending(self, hidden, summed_labels, chunk)
@@ -272,7 +272,7 @@ def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
     few = ids[:1, :8]
     plain = loss(logits_of(model, few), few)
     inside = model(input_ids=few, use_cache=False, summed_labels=few, chunk=3)
-    # Waits for the device
+    # Waits for the device.
     return bool((plain - inside).abs() <= _close(plain) * plain.abs())
 
 
@@ -286,17 +286,17 @@ def keeps_apart(model: nn.Module, ids: Tensor, positions: Tensor, documents: Ten
     Args:
         ids, positions, documents: a batch, int64 [batch, time] each.
     """
-    # Waits for the device
+    # Waits for the device, as the reads below do: once, before step 1.
     row = int(documents.amax(dim=1).argmax())
     in_first = documents[row] == 0
-    # Waits for the device
+    # Waits for the device.
     end = int(in_first.sum())
-    # Waits for the device
+    # Waits for the device.
     after = end + int((documents[row] == 1)[end : end + _AFTER].sum())
     span = slice(max(0, end - _BEFORE), after)
     few = ids[row : row + 1, span]
     places = positions[row : row + 1, span]
-    # Waits for the device
+    # Waits for the device.
     changed = torch.where(in_first[span], (few + 1) % (int(ids.max()) + 1), few)
     logits, changed_logits = (
         logits_of(model, tokens, position_ids=places)[:, end - span.start :] for tokens in (few, changed)
@@ -425,7 +425,7 @@ class HubModel:
             return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
-        """Return the commit of the files, which is the name of their folder in the cache."""
+        """Return the commit of the files, the name of their folder in the cache."""
         if not is_hub_name(self.name):
             return ""
         file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)

@@ -1,6 +1,6 @@
 """Add low-rank adapters (LoRA) to a model's linear layers. Only this file needs `peft`.
 
-    whole = chosen_modules(model, "classifier")             # trained whole, as a new head must be
+    whole = chosen_modules(model, "classifier")             # trained in full, as a new head must be
     targets = chosen_targets(model, "q_proj, v_proj", whole)        # "": every linear layer but the heads
     inject(model, Adapters(16, 32.0, 0.0, targets.said, targets.turned, tuple(whole)), torch.float32)
     trained_names(model, whole), base_names(model, whole)
@@ -56,7 +56,7 @@ class Adapters(NamedTuple):
         rank, alpha, dropout: of the flags of `--lora`, with `alpha` resolved.
         targets: the adapted layers as peft's `target_modules`: last parts of their names, or one regular expression.
         turned: their weights are transposed, [inputs, outputs], as GPT-2's.
-        whole: the modules that are trained whole, peft's `modules_to_save`.
+        whole: the modules that are trained in full, peft's `modules_to_save`.
     """
 
     rank: int
@@ -139,7 +139,7 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
         patterns: comma-separated names or patterns with `*`, `?`, `[...]`; a name of one part means each layer whose
             name ends with it. "" means all linear layers but the head: the output table of a `transformers` model,
             and layers that share their weight with another module.
-        full: the modules that are trained whole, and have no adapters.
+        full: the modules that are trained in full, and have no adapters.
 
     Raises:
         ConfigError: one matches no linear layer (the nearest is named), or there are none.
@@ -244,7 +244,7 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
     """Insert the adapters in place, initialised from torch's default generator, and freeze the base.
 
     Args:
-        dtype: of the trained parameters: the adapters', and those of the modules that are trained whole.
+        dtype: of the trained parameters: the adapters', and those of the modules that are trained in full.
 
     Raises:
         ConfigError: peft is not installed, or refuses.
@@ -293,7 +293,7 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
 
 
 def trained_names(model: nn.Module, full: Collection[str]) -> list[str]:
-    """Return the names of the adapters' parameters and those of modules that are trained whole."""
+    """Return the names of the adapters' parameters and of modules trained in full."""
     return [name for name, _ in model.named_parameters() if _is_trained(name, full)]
 
 

@@ -182,7 +182,7 @@ def keep_unchanged(model: nn.Module, device: torch.device | None = None) -> nn.M
 
     bitsandbytes itself changes them in three places: on CPUs with AVX512-BF16 an evaluation packs 4-bit weights in
     another order and rounds their scales; a bias takes the dtype of the input; and the scales of an 8-bit layer stay
-    where they were when the model around it moves.
+    on their device when the model around it moves.
 
     Args:
         device: that the weights will be moved to; their scales are moved now. None: they stay.

@@ -3,7 +3,7 @@
     source = TimmModel("resnet18", classes=10, cache=cache, say=print)      # --model-name timm:resnet18
     model = source.build(pretrained=True)
 
-The package could not be installed where lockstep is tested (it needs torchvision); a stub replaces it there.
+The tests replace the package by a stub, since it needs torchvision.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
     task = make(config, say=print)    # --model-name, --dataset-name, --data.text-column, --data.label-column
 
-An item is a text. A batch is padded to the longest text of its micro-batch, on whatever rank. Only this file imports
+An item is a text. A batch is padded to the longest text of its micro-batch, on any rank. Only this file imports
 `torchmetrics`; without it the F1 score is left out.
 """
 

@@ -74,7 +74,7 @@ class Sampling:
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only; 0: among all.
         seed: of the draw.
-        ends_early: end once each text has an end; False: always go on to `tokens`, with as many forwards.
+        ends_early: end once each text has an end; False: always generate `tokens`, with as many forwards.
     """
 
     tokens: int = 100
@@ -129,7 +129,7 @@ class LanguageModel(Task):
     Attributes:
         attention_mask: only packed documents need one; see `Task`.
         items_per_sample: labelled tokens of every sample if all have equally many: in a stream the sequence length, in
-            blocks one less; None if only some are learned, or documents stay apart.
+            blocks one less; None if only some are learned, or documents are kept separate.
     """
 
     reduction = "sum"
@@ -194,7 +194,9 @@ class LanguageModel(Task):
         return self._text(begin, self._continue(model, [begin], device, sampling)[0])
 
     def _text(self, prompt: list[int], tokens: list[int]) -> str:
-        """Return the text of a prompt with its continuation; an answer in a conversation begins on its own line.
+        """Return the text of a prompt with its continuation.
+
+        An answer in a conversation begins on its own line.
 
         Args:
             prompt: tokens of the prompt.
@@ -214,7 +216,7 @@ class LanguageModel(Task):
 
         A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts'
         order, each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is
-        the same for the same `sampling`, whatever else is written.
+        the same for the same `sampling`, whichever prompts are next to it.
 
         Raises:
             ConfigError: there is no token to begin with.
@@ -400,7 +402,7 @@ class HubCausalLM(LanguageModel):
 
     Raises:
         ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it
-            cannot keep packed documents apart.
+            cannot keep packed documents separate.
     """
 
     # Each option is a keyword.

@@ -62,7 +62,7 @@ INDEX = "tokens.json"
 # A lockstep that reads another format refuses the shards.
 _FORMAT = "lockstep tokens 2"
 _JOB = "job.json"
-# Folder of the tokenizer's files
+# Folder of the tokenizer's files.
 _TOKENIZER = "tokenizer"
 # One token for every byte, and the separator.
 _MIN_VOCABULARY = 257
@@ -212,7 +212,7 @@ def named_tokenizer(name: str, trust_remote_code: bool, cache: Path, say: Say) -
 def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain) -> dict[str, Any]:
     """Return everything that decides the content of the shards."""
     packing = asdict(job.packing)
-    # Windows of any length share the files
+    # Windows of any length share the files.
     if job.packing.kind == "stream":
         del packing["seq_len"]
     trained = isinstance(tokenizer, TokenizerToTrain)

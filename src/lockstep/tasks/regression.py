@@ -194,7 +194,7 @@ class _R2(RowsMetric):
 
     def compute(self) -> float:
         """Return R2 over all rows so far."""
-        # Waits for the device, at the end of an evaluation.
+        # Waits for the device if the rows are there, at the end of an evaluation.
         columns = zip(*(row[0].tolist() for row in self._rows), strict=True)
         count, off, square, error = (math.fsum(column) for column in columns)
         spread = square - off * off / count

@@ -143,7 +143,7 @@ _KINDS = ("predictions", "label_ids", "inputs", "losses")
 
 
 def of_transformers(trainer: Any) -> Any:
-    """Return the module that defines the Trainer class itself, whatever class derives from it."""
+    """Return the module that defines the Trainer class itself, not a derived class."""
     base = next(ancestor for ancestor in type(trainer).__mro__ if ancestor.__name__ == "Trainer")
     return sys.modules[base.__module__]
 

@@ -121,7 +121,7 @@ def _shadow_of(optimizer: Optimizer) -> Optimizer:
     groups = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "names")}
-        # torch rejects a group without parameters; an empty one takes no memory.
+        # An empty tensor in place of the group's parameters takes no memory.
         groups.append({**settings, "params": [torch.zeros(0, device="cpu")]})
     shadow = torch.optim.SGD(groups, lr=float(optimizer.param_groups[0]["lr"]))
     # Schedulers choose between momentum and betas by these.

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _SFT, _DPO, _REWARD = (f"trl.trainer.{name}" for name in ("sft_trainer", "dpo_trainer", "reward_trainer"))
-# With modules: trl.experimental has classes of the same names.
+# (module, class), since trl.experimental has classes of the same names.
 _SERVED = set(zip((_SFT, _DPO, _REWARD), TRL_TRAINERS, strict=True))
 # Totals of the process, not numbers of the batch.
 _COUNTED = ("num_tokens",)

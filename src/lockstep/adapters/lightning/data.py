@@ -220,7 +220,7 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
         dataset = Sampled(dataset, samples)
     workers = int(loader.num_workers)
     prefetch = int(loader.prefetch_factor or 0)
-    # A sampler that yields lists of several sizes has dropped already what it drops.
+    # Lists of several sizes already reflect the sampler's drop_last.
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not grouped
     return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last, grouped)
 
@@ -343,7 +343,9 @@ def _is_shuffle(sampler: Any) -> bool:
 
 
 def _unpack_batch_sampler(batch_sampler: Any, name: str) -> tuple[Any, set[int]]:
-    """Return a batch sampler and the sizes of its batches; torch's own becomes its inner sampler.
+    """Return a batch sampler and the sizes of its batches.
+
+    For torch's own batch sampler the sampler inside it is returned.
 
     Raises:
         ConfigError: it has no length, or makes no batches.
@@ -402,7 +404,7 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
         seed: of torch, numpy and random before each method that makes data.
 
     Raises:
-        ConfigError: there is no training loader, or one that cannot be taken apart.
+        ConfigError: there is no training loader, or one that cannot be split.
     """
     datamodule = data if kind_of(data, "LightningDataModule") else None
     if datamodule is not None:

@@ -196,9 +196,9 @@ class Life(Hooks):
         self._metrics: dict[str, Any] = {}
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
-        # The current epoch; -1 between two.
+        # The current epoch; -1 between epochs.
         self._epoch = -1
-        # Names that a tried training_step logged
+        # Names that training_step logged in trials before the run.
         self._trial_names: set[str] = set()
         self._tries = False
         self._starts = False

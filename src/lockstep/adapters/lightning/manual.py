@@ -119,7 +119,7 @@ class ManualScheduler:
 
     def really(self, args: tuple[Any, ...]) -> None:
         with warnings.catch_warnings():
-            # torch warns of a scheduler that steps first: the engine takes the optimizer's step.
+            # torch would warn that the scheduler steps before the optimizer, whose step the engine takes.
             warnings.simplefilter("ignore")
             self._scheduler.step(*args)
         self.state[0] += not self._plateau

@@ -178,7 +178,7 @@ class Leavings:
         for name, notes in self._records.items():
             if _matches(notes, lists.get(name)):
                 records[name] = notes
-        # Collective over all ranks, once an epoch: most have nothing to gather.
+        # Collective over all ranks, once an epoch: contents follow only if a rank has any.
         sizes = gather([sorted(records), sorted(active)])
         if len(sizes) > 1 and any(names for pair in sizes for names in pair):
             row: list[Any] = []

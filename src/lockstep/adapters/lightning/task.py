@@ -398,7 +398,7 @@ class LightningTask(Task):
         # The module has not trained, so `model` has not installed the dispatcher.
         if self._first is not None:
             self._enter(self.module)
-        # Not copy.copy, which would go through __getstate__ as for another process
+        # Not copy.copy, which would go through __getstate__ as for another process.
         task = object.__new__(type(self))
         task.__dict__.update(self.__dict__)
         task._sets = sets

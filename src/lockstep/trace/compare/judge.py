@@ -181,7 +181,8 @@ def _losses_finite(step: StepPair, side: int) -> bool | None:
     return None
 
 
-# A gradient is noise below this share of the whole norm, if it is off by the second share of itself.
+# A gradient is rounding noise if its share of the whole norm is below the first,
+# and its error, relative to itself, is above the second.
 _NOISE = 1e-3
 _NOISE_OFF = 1e-2
 # Vague causes: different contents are a better explanation.
@@ -293,7 +294,7 @@ class _Divergence:
 
 
 def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdict) -> None:
-    """Exclude shards with unknown places: their sums depend on the number of ranks."""
+    """Exclude shards with unknown positions: their sums depend on the number of ranks."""
     sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
     for trace_part in parts:
         trace_part.hidden = set()
@@ -392,7 +393,7 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
     finding = gradient_difference(step)
     if finding.stage == "reduction" and unequal is None:
         if finding.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
-            # One process reduces nothing
+            # One process reduces nothing.
             finding = step.finding("gradient", "gradient", finding.text, finding.where)
         finding = kept_gradient(step) or finding
     if finding.cause in _VAGUE and unequal is None:

@@ -130,7 +130,7 @@ def contents_difference(step: StepPair) -> TraceFinding | None:
         or not second_counts - first_counts
     ):
         return None
-    # Different padding, or samples that the loss ignores
+    # Different padding, or samples that the loss ignores.
     if same_effect(step):
         return None
     wrong = next(iter((second_counts - first_counts).keys()))
@@ -573,7 +573,7 @@ def _unmatched_tensors(step: StepPair, sets: Matched) -> TraceFinding | None:
 
 
 def _trained_names(spot: Spot) -> set[str]:
-    """Names of the tensors that the step trains."""
+    """Return the names of the tensors that the step trains."""
     if spot.hidden:
         return spot.tensors("weights").keys() - spot.part.names(spot.at, "frozen")
     return set(spot.tensors("grad"))

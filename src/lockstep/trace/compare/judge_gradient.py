@@ -136,7 +136,7 @@ _ROUNDINGS = 2.0
 _STANDARD_ERRORS = 6.0
 # Samples beyond one a forward that are needed to know the error of a mean.
 _FREEDOM = 4
-# Share by which a ratio may miss a whole number
+# Share by which a ratio may miss a whole number.
 _RATIO = 1e-3
 
 # Rank -> items of each of its losses.
@@ -465,15 +465,15 @@ def _counts(step: StepPair, side: int, name: str, column: int) -> Counts:
     return counts
 
 
-# Sine of the largest angle between gradients that differ only in length
+# Sine of the largest angle between gradients that differ only in length.
 _PARALLEL = 1e-3
-# Share by which a length may miss the clipped one
+# Share by which a length may miss the clipped one.
 _LENGTH = 1e-2
-# Share by which numbers that ranks share may differ
+# Share by which numbers that ranks share may differ.
 _EQUAL = 1e-4
 # BatchNorm's running statistics.
 _STATISTICS = ("running_mean", "running_var")
-# Share by which a sample's output may differ
+# Share by which a sample's output may differ.
 _OUTPUT = 1e-3
 
 

@@ -171,7 +171,7 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     if not tail and step.pair.shift and not step.number:
         return None
     if not tail and not step.number and "lightning" in " ".join(step.pair.one.frameworks):
-        # Lightning's sanity check takes a few batches, so more samples with more processes
+        # Lightning's sanity check takes a few batches, so more samples with more processes.
         return None
     uses = [
         {rank: use for rank, use in side.used(spot).at(spot.at, 1).items() if use.forwards}
@@ -608,9 +608,9 @@ def _states_off(step: StepPair, first: dict[str, WholeTensor], second: dict[str,
     return None
 
 
-# Units in the last place by which restored weights may be off: w + e - e
+# Units in the last place by which restored weights may be off: w + e - e.
 _LAST_PLACES = 8.0
-# Share by which the same change may differ between the runs
+# Share by which the same change may differ between the runs.
 _MOVE_SHARE = 0.1
 
 
@@ -681,7 +681,7 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
         far = distance(b, zero)
         near = distance(a, zero)
         if tensor in first_moves and tensor in second_moves and not math.isfinite(far + near):
-            # Both are not finite
+            # Both are not finite.
             continue
         alone = (tensor in first_moves) != (tensor in second_moves)
         error = distance(a, b)

@@ -266,7 +266,7 @@ def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
 
 # Share of a step's own move within which weights belong to that step; 0.5 is between two steps.
 _NEAR = 0.45
-# Updates within which each of several optimizers steps
+# Updates within which each of several optimizers steps.
 _MOST_UPDATES_BACK = 16
 
 
@@ -399,7 +399,7 @@ def _stop(run: TraceRun, last: TracePart) -> str:
     """Describe how the last start of a run stopped before its end."""
     _, _, behind = str(run.info.get("steps") or "").partition(":")
     if behind and every(_next_step(rank) >= int(behind) for rank in last.ranks.values()):
-        # All requested steps were recorded
+        # All requested steps were recorded.
         return ""
     for number, rank in last.ranks.items():
         if rank.failed:
@@ -442,7 +442,7 @@ def _steps_before(spot: Spot, steps: list[Spot]) -> int | None:
         if _equal(start, after):
             return count
         far = apart(start, after)[0]
-        # The first step's move is also the yardstick for nearness to the start
+        # The first step's move is also the yardstick for nearness to the start.
         if far < closest or count == 1:
             move = apart(previous, after)[0]
         if far < closest:
@@ -476,7 +476,7 @@ FIRST = "the first run"
 SECOND = "the second run"
 # Factor by which a gradient may be off more than its weights.
 GROWTH = 50.0
-# Share by which values that ranks share may differ
+# Share by which values that ranks share may differ.
 _ALIKE = 1e-5
 
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-# Version of the trace's format, which the recorder writes into trace.json.
+# Version of the trace's format, which `lockstep trace` writes into trace.json.
 FORMAT = 2
 FOLDER_FILE = "trace.json"
 NO_STEP = "no process reached a step of a torch optimizer (a process started as python -I, -E or -S is not recorded)"

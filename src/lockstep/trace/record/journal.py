@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-# Version of the trace's format, which `lockstep compare` checks.
+# Version of the records' format, as in compare/reading.py, which needs no torch.
 _FORMAT = 2
 # Packages whose versions a trace records.
 _PACKAGES = (
@@ -169,7 +169,7 @@ _LAYOUTS = 32
 _FIRST = 3
 # Steps from one full record to the next after that.
 _EVERY = 10
-# Seconds that a step's record may wait for later ones
+# Seconds that a step's record may wait for later ones.
 _DELAY = 0.02
 
 P = ParamSpec("P")
@@ -268,11 +268,11 @@ class Journal:
         self.record = _empty_record()
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
-        # Records that are not written yet
+        # Records that are not written yet.
         self._ready: list[dict[str, Any]] = []
         self._due = 0.0
         self._rank = -1
-        # The weights after the previous step, if small
+        # The weights after the previous step, if small.
         self._last_weights: tuple[Slots, list[Any]] | None = None
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
@@ -417,7 +417,7 @@ class Journal:
         """End the recording with a line on stderr."""
         self.on = False
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-        # The script may have closed its stderr
+        # The script may have closed its stderr.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"lockstep trace: recording ended in step {self.step + 1}: {message}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
@@ -430,7 +430,7 @@ class Journal:
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
         if self._writer is not None:
-            # A disk may be full
+            # A disk may be full.
             with contextlib.suppress(OSError):
                 self._writer.put({"t": "failed", "k": self.step, "error": message})
 

@@ -3,7 +3,7 @@
 names = Names()
 names.called(module)                # a module that the script called itself
 names.of(parameter)                 # "layers.3.weight"
-piece(parameter)                    # (local tensor, its place in the whole)
+piece(parameter)                    # (local tensor, its position in the whole tensor)
 """
 
 import functools
@@ -130,9 +130,9 @@ class Names:
                     yield prefix + path + name, buffer
 
     def entry(self, name: str, tensor: Tensor) -> Entry:
-        """Return (name, this rank's shard of a tensor, its place in the whole)."""
+        """Return (name, this rank's shard of a tensor, its position in the whole tensor)."""
         local, position = piece(tensor)
-        # Offset of a shard of FSDP 1
+        # Offset of a shard of FSDP 1.
         flat = self._flat.get(id(tensor))
         return name, local, position if flat is None else ElementPlaces(flat)
 
@@ -175,7 +175,7 @@ def _clean(name: str) -> str:
 
 
 def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
-    """Return (this rank's shard of a tensor, its place in the whole)."""
+    """Return this rank's shard of a tensor, and its position in the whole tensor."""
     shard = getattr(tensor, "ds_tensor", None)
     # DeepSpeed stage 3 sets ds_tensor and ds_numel: a run of the flattened tensor, padded at the end.
     if shard is not None:

@@ -87,7 +87,7 @@ def _to_bytes_or_list(tensor: Tensor, form: str) -> Any:
     if form == "numbers":
         # In host memory already, so nothing waits.
         return array(_CODES[tensor.dtype], raw).tolist()
-    # In the machine's byte order, which readers take for little-endian.
+    # In the machine's byte order, in which a reader expects it.
     return raw
 
 

@@ -38,7 +38,7 @@ _MOST_WORDS = 16384
 _MOST_OUT = 4096
 # Deepest nesting of a batch that is searched.
 _MOST_DEPTH = 6
-# Label that losses ignore
+# Label that losses ignore.
 _IGNORED = -100
 _LISTS = (list, tuple)
 _PLAIN = (str, int, float, bytes)

@@ -144,7 +144,7 @@ class PassRecorder:
         self.initial: set[str] = set()
         # Root -> versions of the parameters recorded as initial
         self._first: dict[int, Any] = {}
-        # FSDP 1 gathers whole tensors within its forwards
+        # FSDP 1 gathers whole tensors within its forwards.
         self._unsharded = False
         self._forward: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}

@@ -378,7 +378,7 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
 
 
 def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the odd number of each word in a row, and the signs of each element.
+    """Return each word's odd number in a row, and each element's signs.
 
     Returns:
         int32 [words], float [SKETCH, _BLOCK].
