@@ -93,6 +93,7 @@ def chat_tokens(
         if not masked:
             tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages), tools=tools))
             return tokens, [True] * len(tokens)
+        # The template itself marks the assistant's tokens.
         if _GENERATION_MARK.search(_chat_template(tokenizer)):
             options = {"tools": list(tools)} if tools else {}
             encoding = tokenizer.apply_chat_template(

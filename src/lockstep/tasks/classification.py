@@ -197,6 +197,7 @@ def make(config: Config, say: Say) -> TextClassification:
     classes, labels = class_labels(table, label, flag)
     settings: dict[str, Any] = {"trust_remote_code": model_config.trust_remote_code, "cache": cache, "say": say}
     revision = "" if config.tokenizer else model_config.revision
+    # The encoder comes first: the model pads by the encoder's padding token.
     encoder = HubEncoder(config.tokenizer or config.model_name, revision=revision, **settings)
     source = HubClassifier(
         config.model_name, TEXTS, classes=classes, revision=model_config.revision, pad=encoder.pad, **settings
@@ -213,6 +214,7 @@ def make(config: Config, say: Say) -> TextClassification:
             else f"--model-name: its tokenizer has {sizes}; resize its token table "
             "(model.resize_token_embeddings(len(tokenizer))), and save both into one folder"
         )
+    # A missing text counts as an empty one.
     texts = zip(*(table.values(column) for column in columns), strict=True)
     train, evaluation = (
         Texts([[value or "" for value in column] for column in split_texts], split_labels, encoder, config.seq_len)

@@ -629,6 +629,7 @@ def corpus_for(
     else:
         tokenizer = own()
     packing, prompt_packing = _packings(config, context)
+    # Prepared shards are read as they are; a --tokenizer must be the one that they were prepared with.
     if is_prepared(name):
         corpus, index = open_shards(name, packing)
         trains = isinstance(tokenizer, TokenizerToTrain)
@@ -644,6 +645,7 @@ def corpus_for(
         request = DataRequest(name, data.subset, data.split, data.revision, *columns, data.skip)
         rows = open_rows(request, say)
     else:
+        # Plain text has no prompts or conversations.
         rows = plain_rows(name, data.skip, say)
         prompt_packing = None
     options: dict[str, Any] = {"cache": cache, "say": say, "prompt_packing": prompt_packing}

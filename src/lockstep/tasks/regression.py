@@ -239,6 +239,7 @@ def make(config: Config, say: Say) -> Regression:
         digest = table.digest
         revision = table.revision
         numbered = table.rows
+    # The values of each split as numbers; an error names the row in the user's file.
     splits = []
     for index, split in enumerate(("training", "evaluation")):
         columns_of_split = {
@@ -250,6 +251,7 @@ def make(config: Config, say: Say) -> Regression:
         }
         rows = [list(row) for row in zip(*(columns_of_split[key] for key in features), strict=True)]
         splits.append(Columns(rows, columns_of_split[target]))
+    # A resume with other columns or another split is refused by this digest.
     content = xxhash.xxh3_128_hexdigest(repr((digest, target, features, data.evaluation)).encode())
     return Regression(
         *splits,

@@ -120,6 +120,7 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
     data: dict[str, Any] = {"workers": train.workers}
     if train.prefetch:
         data["prefetch"] = train.prefetch
+    # A step combines the batches of all devices and of accumulation, so drop_last drops whole steps.
     samples = train.positions
     if train.drop_last and samples % batch_size and samples >= batch_size:
         fields["limit_train_batches"] = samples // batch_size

@@ -45,6 +45,7 @@ def read(result: Any, *, automatic: bool = True) -> Configured:
     optimizers: list[Any] = []
     schedulers: list[Any] = []
     monitor = None
+    # The forms that Lightning 2 accepts: an optimizer, a dict, ([optimizers], [schedulers]), dicts, a list.
     if isinstance(result, Optimizer):
         optimizers = [result]
     elif isinstance(result, dict):

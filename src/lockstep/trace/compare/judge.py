@@ -203,6 +203,7 @@ def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
         text = f"the first trains {next(iter(names[0]))} and others, the second {next(iter(names[1]))} and others"
         verdict.missing.append(f"the runs have no parameter name in common: {text}")
         return verdict
+    # The steps in order, up to the first difference.
     state = _Divergence()
     for number, (first_index, second_index) in enumerate(pair.steps):
         step = StepPair(
@@ -219,6 +220,7 @@ def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
             verdict.finding = finding
             return verdict
         verdict.judged += 1
+        # Once the numbers prove nothing any more, only data, rates and evaluations are compared.
         if not verdict.unproven:
             verdict.hidden = (verdict.hidden[0] or step.limit, max(verdict.hidden[1], step.limit))
         state.trained.look(step.two)
@@ -226,6 +228,7 @@ def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
         if not verdict.unproven:
             state.unseen.add(step)
             state.follow(step, verdict)
+    # No step differs: the rest finds out whether this proves anything.
     for side in (pair.one, pair.two):
         if apart_from_each_other(side.spots[0]):
             text = f"{side.name}: its {side.world} processes have no process group of torch: unless something else"
