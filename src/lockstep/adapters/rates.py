@@ -5,7 +5,7 @@
     rates.watch(done, name, value)                  # a plateau follows an evaluation
 
 Nothing else writes rates, so a value that a callback or a hook sets holds until a scheduler writes again, as in the
-library. Apart from such values a scheduler's state depends on the step alone, or on the evaluations, whose values are
+library. Otherwise a scheduler's state depends on the step alone, or on the evaluations, whose values are
 kept in the run's state: a resume steps it up to its step again, and then takes the groups' values of the checkpoint.
 """
 
@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 
-_WRITTEN = ("lr", "momentum", "betas")  # what schedulers write
+# Entries of a group that schedulers write.
+_WRITTEN = ("lr", "momentum", "betas")
 
 
 class EpochPosition(NamedTuple):
@@ -98,15 +99,16 @@ class Rates:
         self._place = place
         self._step = step_scheduler or step_one
         self._caller = caller
-        self.watched = [each.monitor for each in schedulers if each.monitor]
+        self.watched = [entry.monitor for entry in schedulers if entry.monitor]
         self.position, self.history = 0, list[tuple[int, str, float]]()
-        self._initial_states = [_state_of(each.scheduler) for each in schedulers]
+        self._initial_states = [_state_of(entry.scheduler) for entry in schedulers]
         self._copy(self._shadow, self._optimizer)
         self._initial_groups = [_written_of(group) for group in optimizer.param_groups]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: the engine's optimizer steps
+        # Private in torch: without it a scheduler warns that it steps before the optimizer.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def check(self, steps: int) -> None:
-        """Step the schedulers that follow no evaluation over a plan of `steps`, and begin again.
+        """Step the schedulers that follow no evaluation over a plan of `steps`, then restart.
 
         Raises:
             ConfigError: one failed, as OneCycleLR does after its `total_steps`, or gave no finite rate.
@@ -133,7 +135,7 @@ class Rates:
             self._advance()
 
     def replay(self, watched: list[list[Any]], done: int) -> None:
-        """Begin again, and step the schedulers with each (updates, name, value) up to `done` updates."""
+        """Restart, and step the schedulers with each (updates, name, value) up to `done`."""
         self._begin()
         for updates, name, value in watched:
             if updates <= done:
@@ -143,16 +145,23 @@ class Rates:
     def due(self, epochs: int, values: Mapping[str, float], interval: str = "epoch") -> list[str]:
         """Return the names among `values` by which schedulers step after `epochs` epochs or steps."""
         return [
-            each.monitor
-            for each in self._schedulers
-            if each.monitor and each.monitor in values and each.interval == interval and epochs % each.frequency == 0
+            entry.monitor
+            for entry in self._schedulers
+            if entry.monitor
+            and entry.monitor in values
+            and entry.interval == interval
+            and epochs % entry.frequency == 0
         ]
 
     def unknown(self, values: Iterable[str]) -> str:
         """Return a name that a strict scheduler watches and `values` lacks; else ""."""
         names = set(values)
         return next(
-            (each.monitor for each in self._schedulers if each.monitor and each.strict and each.monitor not in names),
+            (
+                entry.monitor
+                for entry in self._schedulers
+                if entry.monitor and entry.strict and entry.monitor not in names
+            ),
             "",
         )
 
@@ -160,24 +169,24 @@ class Rates:
         """Step the plateaus that follow `name`, after `done` updates."""
         self.drive_to(done)
         self.history.append((done, name, value))
-        self._drive([each for each in self._schedulers if each.monitor == name], value)
+        self._drive([entry for entry in self._schedulers if entry.monitor == name], value)
 
     def _begin(self) -> None:
         """Restore the schedulers and the groups as they were before the first step."""
         self.position = 0
         self.history = []
-        for each, state in zip(self._schedulers, self._initial_states, strict=True):
-            _restore(each.scheduler, copy.deepcopy(state))
+        for entry, state in zip(self._schedulers, self._initial_states, strict=True):
+            _restore(entry.scheduler, copy.deepcopy(state))
         for group, values in zip(self._optimizer.param_groups, self._initial_groups, strict=False):
             group.update(values)
 
     def _advance(self) -> None:
-        place = self._place(self.position)
+        position = self._place(self.position)
         self.position += 1
         due = []
-        for each in self._schedulers:
-            if each.monitor is None and self._due(each, place):
-                due.append(each)
+        for entry in self._schedulers:
+            if entry.monitor is None and self._due(entry, position):
+                due.append(entry)
         if due:
             self._drive(due, None)
 
@@ -187,12 +196,12 @@ class Rates:
         return place.ends and (place.epoch + 1) % each.frequency == 0
 
     def _drive(self, schedulers: list[Scheduler], value: float | None) -> None:
-        """Step the schedulers from the groups' present values, whoever set them."""
+        """Step the schedulers from the groups' present values, which a hook may have set."""
         self._copy(self._optimizer, self._shadow)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for each in schedulers:
-                self._step(each.scheduler, value)
+            for entry in schedulers:
+                self._step(entry.scheduler, value)
         self._copy(self._shadow, self._optimizer)
         if not all(math.isfinite(group["lr"]) for group in self._optimizer.param_groups):
             raise ConfigError(
@@ -225,7 +234,7 @@ def _restore(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def step_one(scheduler: Any, value: float | None) -> None:
-    """Step a scheduler of torch's, with the value that a plateau follows; None: it follows none."""
+    """Step a scheduler of torch; `value` is what a plateau follows, else None."""
     if value is None:
         scheduler.step()
     else:

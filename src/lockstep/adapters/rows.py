@@ -25,5 +25,5 @@ class Row(NamedTuple):
 
 def rows(lines: str) -> dict[str, Row]:
     """Parse the lines `name | kind | what` into a table."""
-    parts = ([part.strip() for part in line.split("|")] for line in lines.strip().splitlines())
-    return {name: Row(kind, what) for name, kind, what in parts}
+    cells = ([cell.strip() for cell in line.split("|")] for line in lines.strip().splitlines())
+    return {name: Row(treatment, what) for name, treatment, what in cells}

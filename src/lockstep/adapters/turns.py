@@ -1,4 +1,4 @@
-"""Compute the length of a run, and the batches of a step, as another library counts them.
+"""Compute a run's length and a step's batches as another library counts them.
 
 length = plan_of(config, samples)               # epochs and steps
 begins, ends = turn_ranges(slot, slots, turns)  # batches of the other library, of a rank's micro-batch
@@ -35,7 +35,7 @@ class TrainerLength(NamedTuple):
 
 
 def plan_of(config: Config, samples: int) -> TrainerLength:
-    """Compute the length of a run with `samples` samples, or groups of them, in an epoch."""
+    """Compute the length of a run with `samples` samples or groups in an epoch."""
     size = config.batch_size
     if config.limit_train_batches:
         samples = min(samples, in_batches(config.limit_train_batches, samples / size) * size)
@@ -51,6 +51,7 @@ def turn_ranges(slot: int, slots: int, turns: int) -> tuple[range, range]:
 
     Each turn of a step begins and ends once, however many slots there are.
     """
+    # With fewer slots than turns a slot has several turns; with more, a turn spans several slots.
     starts = [turn * slots // turns for turn in range(turns)]
     ends = []
     for turn, start in enumerate(starts):

@@ -47,13 +47,16 @@ __all__ = [
 ]
 
 
-IGNORED = -100  # the label of a token that is not predicted
+# Label of a token that is not predicted; the default of F.cross_entropy.
+IGNORED = -100
 
 # (model, output of its blocks or its head, labels int64 [batch, time], chunk) -> the loss, summed
 Ending = Callable[[Any, Tensor, Tensor, int], Tensor]
 
-_LARGE = 512 << 20  # bytes of a micro-batch's float32 logits; larger ones are made in chunks
-_CHUNK = 128 << 20  # bytes of a chunk's
+# Bytes of a micro-batch's float32 logits; larger ones are computed in chunks.
+_LARGE = 512 << 20
+# Bytes of the float32 logits of a chunk, at most.
+_CHUNK = 128 << 20
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """
     logits = logits.flatten(0, -2)
     if logits.dtype is not torch.float64:
-        # A sum over a large vocabulary is too coarse in half precision
+        # A sum over a large vocabulary is too coarse in half precision.
         logits = logits.float()
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -89,10 +92,11 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
     def part(rows: Tensor, targets: Tensor) -> Tensor:
         return summed_cross_entropy(head(rows), targets)
 
+    # Checkpointing frees a chunk's logits after its forward, and computes them again in the backward.
     parts = zip(torch.split(hidden.flatten(0, 1), chunk), torch.split(labels.flatten(), chunk), strict=True)
     losses = []
-    for each in parts:
-        losses.append(checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False))
+    for operands in parts:
+        losses.append(checkpoint(part, *operands, use_reentrant=False, preserve_rng_state=False))
     total: Tensor = losses[0]
     for loss in losses[1:]:
         total = total + loss
@@ -110,6 +114,7 @@ def chunk_of(setting: int, tokens: int, vocab_size: int) -> int:
         return setting
     if 4 * tokens * vocab_size <= _LARGE:
         return 0
+    # 4 bytes a logit, and at least 16 tokens.
     return 1 << max(_CHUNK // (4 * vocab_size), 16).bit_length() - 1
 
 
@@ -189,12 +194,14 @@ def _(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def _(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype in _HALF:
         hidden, activated = _kernels().linear_gelu(x, weight, bias)
-    else:  # cuBLAS has better products in float32 and float64
+    else:
+        # cuBLAS has better products in float32 and float64.
         hidden = F.linear(x, weight, bias)
         activated = F.gelu(hidden, approximate="tanh")
     return hidden, activated
 
 
+# torch.compile needs the shapes and dtypes of the results without running the operators.
 @stacked_gradient.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = query.shape
@@ -216,6 +223,7 @@ def _empty_sums(like: Tensor, width: int) -> Tensor:
     return like.new_empty(width, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32)
 
 
+# FlopCounterMode cannot look into a custom operator. A multiply-add counts as 2.
 @register_flop_formula(torch.ops.lockstep.linear_gelu)
 def _linear_gelu_flops(x: Any, weight: Any, bias: Any, *, out_shape: Any = None, **_: Any) -> int:
     return int(2 * x[0] * x[1] * weight[0])
@@ -231,9 +239,9 @@ class _Qkv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-        # Read once: activation checkpointing computes them when they are
+        # Read once: with activation checkpointing the read computes the forward again.
         x, weight = ctx.saved_tensors
-        parts = (part.reshape(-1, part.shape[-1]) for part in (query, key, value))
+        parts = (grad.reshape(-1, grad.shape[-1]) for grad in (query, key, value))
         gradient, sums = torch.ops.lockstep.stacked_gradient(*parts)
         return _linear_backward(ctx, x, weight, gradient, sums)
 
@@ -278,7 +286,8 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sums
 class _Replacement(nn.Linear):
     """A linear layer that takes over the parameters of another."""
 
-    takes_copies = True  # of its weights, see `transforms.weight_copies`
+    # The forward asks `transforms.weight_copies` for copies of the weights in its dtype.
+    takes_copies = True
 
     @classmethod
     def of(cls, linear: nn.Linear, **settings: Any) -> Self:
@@ -286,7 +295,7 @@ class _Replacement(nn.Linear):
 
         `settings` become attributes.
         """
-        # Draws nothing
+        # On the meta device the layer draws no initial weights.
         layer = cls(linear.in_features, linear.out_features, device="meta")
         layer.weight = linear.weight
         layer.bias = linear.bias
@@ -294,12 +303,12 @@ class _Replacement(nn.Linear):
         return layer.train(linear.training)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The input and the parameters in one dtype, as autocast does for torch's own products."""
+        """Return the input and the parameters in one dtype, as autocast does for torch's products."""
         operands = (x, *operands_of(self, x))
-        kind = x.device.type
-        if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        device_type = x.device.type
+        if not torch.is_autocast_enabled(device_type) or x.dtype is torch.float64:
             return operands
-        dtype = torch.get_autocast_dtype(kind)
+        dtype = torch.get_autocast_dtype(device_type)
         return operands[0].to(dtype), operands[1].to(dtype), operands[2].to(dtype)
 
 
@@ -309,7 +318,9 @@ class QkvLinear(_Replacement):
     The three are views of one product.
     """
 
+    # nn.Linear returns one tensor.
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        # torch does not annotate Function.apply.
         output: tuple[Tensor, Tensor, Tensor] = _Qkv.apply(*self._operands(x))  # type: ignore[no-untyped-call]
         return output
 
@@ -324,5 +335,6 @@ class GeluLinear(_Replacement):
     epilogue: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        # torch does not annotate Function.apply.
         output: Tensor = _Gelu.apply(*self._operands(x), self.epilogue)  # type: ignore[no-untyped-call]
         return output

@@ -34,18 +34,22 @@ class Tile(NamedTuple):
 
 # The first fits the shared memory of sm90 (144 KiB), the last that of every device from sm80 on (96 KiB).
 CONFIGS = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3))
-_GROUP = 8  # blocks of rows that share their columns' weights in the L2 cache
-_ROWS, _COLUMNS, _CHUNK = 32, 128, 256  # a pass over a gradient: its tile, and the rows that one program sums
+# Blocks of rows that share their columns' weights in the L2 cache.
+_GROUP = 8
+# Rows and columns of a tile in a pass over a gradient, and the rows that one program sums.
+_ROWS, _COLUMNS, _CHUNK = 32, 128, 256
 
 
+# Triton compiles the functions below from their source, and takes no type annotations.
 @triton.jit
 def _gelu(x):  # type: ignore[no-untyped-def]
-    # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+    # 0.5 * (1 + tanh(u)) is sigmoid(2 * u). 1.595... is 2 * sqrt(2 / pi).
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def _gelu_derivative(x):  # type: ignore[no-untyped-def]
+    # 0.134145 is 3 * 0.044715, from the derivative of the cubic term.
     share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
@@ -77,28 +81,28 @@ def _linear_gelu(  # type: ignore[no-untyped-def]
     row = (group * GROUP + within % height) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = (within // height) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     depth = tl.arange(0, BLOCK_DEPTH)
-    # Past the end rows and columns are read again from the start: those results are not stored.
+    # Rows and columns past the end wrap around; the mask below keeps their results from being stored.
     from_x = x + (row % rows).to(tl.int64)[:, None] * x_stride + depth[None, :]
     from_weight = weight + (column % outputs).to(tl.int64)[None, :] * weight_stride + depth[:, None]
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for step in range(tl.cdiv(inputs, BLOCK_DEPTH)):
         if EVEN_DEPTH:
-            left = tl.load(from_x)
-            right = tl.load(from_weight)
+            x_tile = tl.load(from_x)
+            weight_tile = tl.load(from_weight)
         else:
             inside = depth < inputs - step * BLOCK_DEPTH
-            left = tl.load(from_x, mask=inside[None, :], other=0.0)
-            right = tl.load(from_weight, mask=inside[:, None], other=0.0)
-        total = tl.dot(left, right, total)
+            x_tile = tl.load(from_x, mask=inside[None, :], other=0.0)
+            weight_tile = tl.load(from_weight, mask=inside[:, None], other=0.0)
+        total = tl.dot(x_tile, weight_tile, total)
         from_x += BLOCK_DEPTH
         from_weight += BLOCK_DEPTH
     total += tl.load(bias + column % outputs).to(tl.float32)[None, :]
-    place = row.to(tl.int64)[:, None] * outputs + column[None, :]
+    offset = row.to(tl.int64)[:, None] * outputs + column[None, :]
     inside = (row[:, None] < rows) & (column[None, :] < outputs)
     rounded = total.to(hidden.dtype.element_ty)
-    tl.store(hidden + place, rounded, mask=inside)
-    # GELU of what is stored: the backward takes the derivative there
-    tl.store(activated + place, _gelu(rounded.to(tl.float32)).to(activated.dtype.element_ty), mask=inside)
+    tl.store(hidden + offset, rounded, mask=inside)
+    # GELU of the rounded value, at which the backward takes the derivative.
+    tl.store(activated + offset, _gelu(rounded.to(tl.float32)).to(activated.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -117,15 +121,16 @@ def _gelu_gradient(  # type: ignore[no-untyped-def]
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=WIDE)
-    for first in range(0, CHUNK, ROWS):
-        row = (tl.program_id(1) * CHUNK + first + tl.arange(0, ROWS)).to(tl.int64)
+    for begin in range(0, CHUNK, ROWS):
+        row = (tl.program_id(1) * CHUNK + begin + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < width)
-        place = row[:, None] * width + column[None, :]
+        offset = row[:, None] * width + column[None, :]
         factor = tl.load(gradient + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(WIDE)
-        derivative = _gelu_derivative(tl.load(hidden + place, mask=inside, other=0.0).to(WIDE))
+        derivative = _gelu_derivative(tl.load(hidden + offset, mask=inside, other=0.0).to(WIDE))
         rounded = (factor * derivative).to(product.dtype.element_ty)
-        tl.store(product + place, rounded, mask=inside)
+        tl.store(product + offset, rounded, mask=inside)
         total += tl.sum(rounded.to(WIDE), axis=0)
+    # Partial sums instead of atomics: the caller adds them in a fixed order.
     tl.store(sums + tl.program_id(1) * width + column, total, mask=column < width)
 
 
@@ -146,24 +151,24 @@ def _stacked_gradient(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    part = tl.program_id(2)
+    source_index = tl.program_id(2)
     source = query
     stride = query_stride
-    if part == 1:
+    if source_index == 1:
         source = key
         stride = key_stride
-    if part == 2:
+    if source_index == 2:
         source = value
         stride = value_stride
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=WIDE)
-    for first in range(0, CHUNK, ROWS):
-        row = (tl.program_id(1) * CHUNK + first + tl.arange(0, ROWS)).to(tl.int64)
+    for begin in range(0, CHUNK, ROWS):
+        row = (tl.program_id(1) * CHUNK + begin + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < width)
         block = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        tl.store(stacked + row[:, None] * (3 * width) + part * width + column[None, :], block, mask=inside)
+        tl.store(stacked + row[:, None] * (3 * width) + source_index * width + column[None, :], block, mask=inside)
         total += tl.sum(block.to(WIDE), axis=0)
-    tl.store(sums + (tl.program_id(1) * 3 + part) * width + column, total, mask=column < width)
+    tl.store(sums + (tl.program_id(1) * 3 + source_index) * width + column, total, mask=column < width)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, blocks: Tile | None = None) -> tuple[Tensor, Tensor]:
@@ -235,7 +240,7 @@ def _wide(like: Tensor) -> torch.dtype:
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
-    """The matrix with contiguous rows; the rows themselves may be strided."""
+    """Return the matrix with contiguous elements in each row; rows may be strided."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 

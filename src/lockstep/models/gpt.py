@@ -32,7 +32,8 @@ __all__ = [
     "plain_logits",
 ]
 
-_PAD_TO = 64  # matrix units want sizes that are multiples of 64
+# Tensor cores are fastest if sizes are multiples of 64.
+_PAD_TO = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class _Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.dropout = config.dropout
-        # queries, keys and values in one product
+        # One product computes queries, keys and values: one kernel instead of three.
         self.inputs = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
@@ -124,7 +125,8 @@ class _Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         causal = mask is None
         if past is not None:
-            causal = not past.time  # a token that is added sees all before it
+            # A single new token attends to the whole cache, so it needs no causal mask.
+            causal = not past.time
             key, value = past.extended(key, value)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
@@ -133,7 +135,7 @@ class _Attention(nn.Module):
         """Split queries, keys and values into heads, each [batch, heads, time, width / heads]."""
         if isinstance(products, Tensor):
             return products.view(*products.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return tuple(part.view(*part.shape[:-1], self.heads, -1).transpose(1, 2) for part in products)
+        return tuple(projection.view(*projection.shape[:-1], self.heads, -1).transpose(1, 2) for projection in products)
 
 
 class Block(nn.Module):
@@ -183,14 +185,14 @@ class GPT(nn.Module):
         self.config = config
         self.ending = _ended
         device = torch.get_default_device()
-        # Else each layer draws its weights, and reset_parameters draws them again
+        # On the meta device layers draw nothing; reset_parameters draws each weight once.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.padded_vocab, config.width)
             self.positions = nn.Embedding(config.context, config.width)
             self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
-        # `to_empty` swaps tensors, which fake ones do not allow
+        # Not `Module.to_empty`: it swaps tensors, which FakeTensorMode does not allow.
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
@@ -279,7 +281,7 @@ def _ended(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 
 def _apart(documents: Tensor) -> Tensor:
-    """The mask of packed documents, bool [batch, 1, time, time].
+    """Return the mask of packed documents, bool [batch, 1, time, time].
 
     A position attends to those up to itself in its own document.
     """
@@ -317,6 +319,7 @@ Further = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]]
 
 
 @torch.no_grad()
+# Each option is a keyword with a default.
 def generate(  # noqa: PLR0913
     model: nn.Module,
     ids: Tensor,
@@ -359,12 +362,14 @@ def generate(  # noqa: PLR0913
             for _ in range(max_new_tokens):
                 if further is not None and (ids.shape[1] <= config.context or not config.context):
                     logits, past = further(model, ids if past is None else ids[:, -1:], past)
-                else:  # positions move with the window, so the cache is invalid
+                else:
+                    # The window moves, and each token's position with it, so the cache is invalid.
                     logits = logits_of(model, ids[:, -config.context :])
                 logits = logits[:, -1, : config.vocab_size].float()
                 ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
                 ended |= torch.isin(ids[:, -1], ends)
-                if len(ends) and bool(ended.all()):  # waits for the device
+                # Waits for the device, once a token, only if `stop` is given.
+                if len(ends) and bool(ended.all()):
                     break
     finally:
         model.train(training)
@@ -384,4 +389,6 @@ def _sample(
     if not isinstance(generator, Sequence):
         return torch.multinomial(shares, 1, generator=generator)
     rows = enumerate(generator)
-    return torch.cat([torch.multinomial(shares[row : row + 1], 1, generator=own) for row, own in rows])
+    return torch.cat(
+        [torch.multinomial(shares[row : row + 1], 1, generator=row_generator) for row, row_generator in rows]
+    )

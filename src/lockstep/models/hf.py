@@ -61,7 +61,7 @@ _NO_TEMPLATE = (
 
 
 def _chat_template(tokenizer: Any) -> str:
-    """The chat template of a `transformers` tokenizer; "" if it has none."""
+    """Return the chat template of a `transformers` tokenizer; "" if it has none."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -93,10 +93,11 @@ def chat_tokens(
         if not masked:
             tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages), tools=tools))
             return tokens, [True] * len(tokens)
+        # The template itself marks the assistant's tokens.
         if _GENERATION_MARK.search(_chat_template(tokenizer)):
-            given = {"tools": list(tools)} if tools else {}
+            options = {"tools": list(tools)} if tools else {}
             encoding = tokenizer.apply_chat_template(
-                list(messages), **given, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                list(messages), **options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
             return list(encoding["input_ids"]), [bool(mark) for mark in encoding["assistant_masks"]]
         return _by_turns(tokenizer, list(messages), row, tools)
@@ -111,7 +112,7 @@ def chat_tokens(
 
 
 def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """The tokens of a user's message `prompt`, up to the start of the assistant's answer."""
+    """Return the tokens of a user's message, up to the start of the answer."""
     text = _rendered(tokenizer, [{"role": "user", "content": prompt}], answer=True)
     return _encoded(tokenizer, text)
 
@@ -133,6 +134,7 @@ def _by_turns(
                 "others follow, so the assistant's tokens cannot be located; use a template that marks them with "
                 "{% generation %}, or set --data.labels all"
             )
+        # A token may span two turns, so the boundary is where the tokens stop agreeing.
         begin = alike(tokens, _encoded(tokenizer, before))
         if len(after) == len(text):
             end = len(tokens)
@@ -148,11 +150,11 @@ def _rendered(
     answer: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    # The assistant begins: few templates render nothing at all
+    # The assistant may speak first, and few templates render an empty conversation.
     if not messages:
         return ""
-    given = {"tools": list(tools)} if tools else {}
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **given))
+    options = {"tools": list(tools)} if tools else {}
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **options))
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -162,10 +164,10 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-# What some architectures apply to the logits of their head, by the name in their configuration.
+# Fields of a configuration by which some architectures cap or scale the head's logits.
 _CAP = "final_logit_softcapping"
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
-# tokens around the end of a document that are compared
+# Tokens before and after the end of a document that `keeps_apart` compares.
 _BEFORE = 32
 _AFTER = 16
 
@@ -200,6 +202,7 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 def takes_documents(architecture: type[nn.Module]) -> bool:
     """Whether a model class takes positions, and has no state that runs across documents."""
     parameters = inspect.signature(architecture.forward).parameters
+    # `_is_stateful` is the mark of recurrent models in `transformers`.
     return "position_ids" in parameters and not getattr(architecture, "_is_stateful", False)
 
 
@@ -225,8 +228,9 @@ def with_loss(model: Any, *, of_logits: bool = False) -> nn.Module:
 
 def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **kwargs: Any) -> Any:
     if summed_labels is None:
+        # The instance's `forward` is this function, so the class's own is called.
         return type(self).forward(self, *inputs, **kwargs)
-    # Adapters pass on whatever there is
+    # The inner model need not accept every argument of the whole, so those that are None are left out.
     options = {name: value for name, value in kwargs.items() if value is not None}
     hidden = self.base_model(*inputs, **options).last_hidden_state
     loss: Tensor = self.ending(self, hidden, summed_labels, chunk)
@@ -261,7 +265,7 @@ def _head(model: Any, hidden: Tensor) -> Tensor:
 def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
     """Whether the model's inner loss is that of its logits, on a few tokens.
 
-    Takes two forwards, on every rank alike. Waits for the device.
+    Takes two forwards, the same on every rank. Waits for the device.
 
     Args:
         loss: (logits, labels) -> the summed loss.
@@ -269,7 +273,7 @@ def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
     few = ids[:1, :8]
     plain = loss(logits_of(model, few), few)
     inside = model(input_ids=few, use_cache=False, summed_labels=few, chunk=3)
-    # Waits for the device
+    # Waits for the device.
     return bool((plain - inside).abs() <= _close(plain) * plain.abs())
 
 
@@ -277,32 +281,38 @@ def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
 def keeps_apart(model: nn.Module, ids: Tensor, positions: Tensor, documents: Tensor) -> bool:
     """Whether a document's content leaves the next document's logits unchanged.
 
-    Takes two forwards, on every rank alike, of a few tokens around the end of a sample's first document. Waits for the
+    Takes two forwards, the same on every rank, of a few tokens around a sample's first document end. Waits for the
     device.
 
     Args:
         ids, positions, documents: a batch, int64 [batch, time] each.
     """
-    row = int(documents.amax(dim=1).argmax())  # waits for the device
-    first = documents[row] == 0
-    end = int(first.sum())  # waits for the device
-    # Waits for the device
+    # Waits for the device, as the reads below do: once, before step 1.
+    row = int(documents.amax(dim=1).argmax())
+    in_first = documents[row] == 0
+    # Waits for the device.
+    end = int(in_first.sum())
+    # Waits for the device.
     after = end + int((documents[row] == 1)[end : end + _AFTER].sum())
     span = slice(max(0, end - _BEFORE), after)
     few = ids[row : row + 1, span]
     places = positions[row : row + 1, span]
-    # Waits for the device
-    changed = torch.where(first[span], (few + 1) % (int(ids.max()) + 1), few)
-    left, right = (logits_of(model, each, position_ids=places)[:, end - span.start :] for each in (few, changed))
-    if not left.numel():
+    # Waits for the device.
+    changed = torch.where(in_first[span], (few + 1) % (int(ids.max()) + 1), few)
+    logits, changed_logits = (
+        logits_of(model, tokens, position_ids=places)[:, end - span.start :] for tokens in (few, changed)
+    )
+    if not logits.numel():
         return True
-    exact = left.dtype in (torch.float32, torch.float64)
+    exact = logits.dtype in (torch.float32, torch.float64)
     # Waits for the device
-    return bool((left - right).abs().max() <= (1e-5 if exact else 1e-2) * left.abs().max())
+    # The bounds allow for rounding in float32, and in half precision.
+    return bool((logits - changed_logits).abs().max() <= (1e-5 if exact else 1e-2) * logits.abs().max())
 
 
 def _close(loss: Tensor) -> float:
     if loss.dtype is torch.float64:
+        # Relative bounds for rounding in float64, and in float32 or half precision.
         return 1e-9
     return 2e-3
 
@@ -310,13 +320,14 @@ def _close(loss: Tensor) -> float:
 Say = Callable[[str], None]
 
 
-_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "alibi")  # settings of attention that takes a mask
+# Fields of a configuration that limit how far attention reaches, or bias it by distance.
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "alibi")
 
 
 def _is_full(text: Any) -> bool:
     kinds = getattr(text, "layer_types", None) or ()
     narrowed = any(getattr(text, name, None) for name in _WINDOW_SETTINGS)
-    return not narrowed and all(kind == "full_attention" for kind in kinds)
+    return not narrowed and all(layer_type == "full_attention" for layer_type in kinds)
 
 
 @final
@@ -409,13 +420,13 @@ class HubModel:
                     model = self._initialise(vocab_size)
                 return quantization.use_placeholders(model, _quantizable(model), dtype or torch.float32).train()
             model = self._initialise(vocab_size)
-            # Not the tables: bfloat16 would round rotary frequencies
+            # Buffers stay in float32: bfloat16 would round rotary frequencies.
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype or torch.float32)
             return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
-        """The commit of the files, by the folder in which the package keeps them."""
+        """Return the commit of the files, the name of their folder in the cache."""
         if not is_hub_name(self.name):
             return ""
         file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
@@ -439,7 +450,7 @@ class HubModel:
 
     def _initialise(self, vocab_size: int) -> nn.Module:
         config = self._config
-        # A tokenizer of its own: the special tokens' numbers mean nothing there
+        # Another tokenizer gives other numbers to the special tokens.
         if vocab_size != self.vocab_size:
             config = type(config).from_dict({**config.to_dict(), "vocab_size": vocab_size})
             config.use_cache = False
@@ -521,11 +532,12 @@ class HubTokenizer:
         return _chat_prompt(self._tokenizer, prompt)
 
     def chat_ends(self) -> list[int]:
-        """Return the special tokens that end an assistant's turn; none if the template does not tell."""
+        """Return the special tokens that end an assistant's turn; [] if unknown."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             tokens, learned = chat_tokens(self._tokenizer, turns, 0)
-        except DataError:  # of a template for other turns, or one that changes earlier text
+        except DataError:
+            # The template takes other roles, or changes earlier text when turns follow.
             return []
         special = set()
         for number, token in self._tokenizer.added_tokens_decoder.items():
@@ -587,7 +599,11 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
 
 
 def _quantizable(model: nn.Module) -> list[str]:
-    """The linear layers that `transformers` would quantize: all but the head, and what shares its weight."""
+    """Return the linear layers that `transformers` would quantize.
+
+    These are all but the head and the layers that share its weight.
+    """
+    # `from_pretrained` chooses its layers by these functions.
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -631,7 +647,7 @@ def as_it_is(flag: str, name: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # Of the package's own imports: nothing that a user could act on
+            # The package's own imports warn of things that a user cannot change.
             warnings.simplefilter("ignore")
             import transformers
     except ImportError as error:
@@ -651,9 +667,9 @@ def where(name: str) -> str:
 
 @contextmanager
 def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
-    """Context manager in which one process of a node downloads.
+    """Let one process of a node download at a time, in a context.
 
-    The next ones find the files in HF_HOME.
+    The others wait, and then find the files in HF_HOME.
 
     It is a lock of the file system, and no collective: it works for any ranks, and is freed when its holder dies.
     """
@@ -668,7 +684,7 @@ def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
 
 @contextmanager
 def explained(flag: str, name: str) -> Iterator[None]:
-    """Context manager that turns the package's errors into a ConfigError of one line.
+    """Turn the package's errors into a ConfigError of one line, in a context.
 
     Its own messages have several lines, and name functions instead of flags.
     """

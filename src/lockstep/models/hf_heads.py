@@ -89,6 +89,7 @@ class HubClassifier:
         if pad >= 0:
             self._config.pad_token_id = pad
         size = getattr(self._config, "image_size", 0) or 0
+        # Some configurations give [height, width].
         self.size = int(size if isinstance(size, int) else max(size))
         self.channels = int(getattr(self._config, "num_channels", 3))
         self.mean: tuple[float, ...] = tuple(preprocessing.get("image_mean") or [0.5] * self.channels)
@@ -112,13 +113,14 @@ class HubClassifier:
                 with once_per_node(self.name, self._cache, self._say):
                     return self._read(auto, dtype).train()
             model: nn.Module = auto.from_config(self._config, dtype=torch.float32, trust_remote_code=self._trust)
-            # Initialised in float32 whatever the dtype
+            # Drawn in float32 and then rounded, so the draws do not depend on the dtype.
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
             return model.train()
 
     def _read(self, auto: Any, dtype: torch.dtype) -> nn.Module:
         model: nn.Module
+        # A head for other classes is re-initialised; other mismatched sizes raise an error below.
         model, loading_info = auto.from_pretrained(
             self._where,
             config=self._config,
@@ -145,11 +147,12 @@ class HubClassifier:
         return model
 
     def _preprocessing(self) -> dict[str, Any]:
-        """The content of its preprocessor_config.json; {} without one."""
+        """Return the content of its preprocessor_config.json; {} without one."""
         file = self._transformers.utils.cached_file(
             self._where,
             "preprocessor_config.json",
             revision=self.revision or None,
+            # Private arguments of `transformers`: a missing file gives None, not an error.
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
@@ -228,7 +231,7 @@ class HubEncoder:
         rows = []
         for values in zip(*(encoding[key] for key in keys), strict=True):
             rows.append(dict(zip(keys, values, strict=True)))
-        # For a text without tokens: no model takes an empty one
+        # A text without tokens becomes one padding token: no model takes an empty row.
         one = {"input_ids": self.pad, "attention_mask": 1}
         return [row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys} for row in rows]
 

@@ -1,6 +1,6 @@
 """Add low-rank adapters (LoRA) to a model's linear layers. Only this file needs `peft`.
 
-    whole = chosen_modules(model, "classifier")             # trained whole, as a new head must be
+    whole = chosen_modules(model, "classifier")             # trained in full, as a new head must be
     targets = chosen_targets(model, "q_proj, v_proj", whole)        # "": every linear layer but the heads
     inject(model, Adapters(16, 32.0, 0.0, targets.said, targets.turned, tuple(whole)), torch.float32)
     trained_names(model, whole), base_names(model, whole)
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+
+# A private module of torch; nothing public maps the tensors of nested arguments.
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
@@ -41,7 +43,9 @@ __all__ = [
     "write_config",
 ]
 
+# Ends of the names that peft gives to the adapters' parameters.
 _ADAPTER = re.compile(r"\.lora_[AB]\.default\.(weight|bias)$", re.ASCII)
+# peft keeps an adapted layer inside its wrapper, one level deeper.
 _INSIDE = ".base_layer."
 
 
@@ -52,7 +56,7 @@ class Adapters(NamedTuple):
         rank, alpha, dropout: of the flags of `--lora`, with `alpha` resolved.
         targets: the adapted layers as peft's `target_modules`: last parts of their names, or one regular expression.
         turned: their weights are transposed, [inputs, outputs], as GPT-2's.
-        whole: the modules that are trained whole, peft's `modules_to_save`.
+        whole: the modules that are trained in full, peft's `modules_to_save`.
     """
 
     rank: int
@@ -97,15 +101,15 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
         name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())
     }
     reached = set()
-    for part in _parts(patterns):
-        names = _reached(modules, part)
+    for pattern in _parts(patterns):
+        names = _reached(modules, pattern)
         if not names:
-            close = difflib.get_close_matches(part, sorted({*modules, *_lasts(modules)}), n=1, cutoff=0.5)
+            close = difflib.get_close_matches(pattern, sorted({*modules, *_lasts(modules)}), n=1, cutoff=0.5)
             if close:
                 hint = f"did you mean {close[0]}?"
             else:
                 hint = f"the model's are {', '.join(_lasts(modules)[:8])}"
-            raise ConfigError(f"--lora.modules-to-save: '{part}' matches no module; {hint}")
+            raise ConfigError(f"--lora.modules-to-save: '{pattern}' matches no module; {hint}")
         reached.update(names)
     outer = [name for name in modules if name in reached and not is_within(name.rpartition(".")[0], reached)]
     for name in outer:
@@ -135,7 +139,7 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
         patterns: comma-separated names or patterns with `*`, `?`, `[...]`; a name of one part means each layer whose
             name ends with it. "" means all linear layers but the head: the output table of a `transformers` model,
             and layers that share their weight with another module.
-        full: the modules that are trained whole, and have no adapters.
+        full: the modules that are trained in full, and have no adapters.
 
     Raises:
         ConfigError: one matches no linear layer (the nearest is named), or there are none.
@@ -144,7 +148,7 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
     for name, module in _linear(model).items():
         if not is_within(name, full):
             linear[name] = module
-    names = list(dict.fromkeys(name for part in _parts(patterns) for name in _matched(model, part, linear)))
+    names = list(dict.fromkeys(name for pattern in _parts(patterns) for name in _matched(model, pattern, linear)))
     if not patterns.strip():
         heads = _heads(model)
         names = [name for name in linear if name not in heads]
@@ -156,19 +160,19 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
 
 
 def _parts(patterns: str) -> list[str]:
-    return [part.strip() for part in patterns.split(",") if part.strip()]
+    return [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that can be adapted.
+    """Return the layers that can be adapted.
 
-    Those that torch's own attention reads but does not call are left out.
+    Layers of nn.MultiheadAttention are left out: it reads their weights without calling them.
     """
     within = set()
-    for each in model.modules():
-        if isinstance(each, nn.MultiheadAttention):
-            for part in each.modules():
-                within.add(id(part))
+    for attention in model.modules():
+        if isinstance(attention, nn.MultiheadAttention):
+            for inner in attention.modules():
+                within.add(id(inner))
     return {
         name: module
         for name, module in model.named_modules()
@@ -178,8 +182,8 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_turned(module: nn.Module) -> bool:
     """Whether it is GPT-2's linear layer of `transformers`, which need not be imported for this."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+    layer_class = type(module)
+    return layer_class.__name__ == "Conv1D" and layer_class.__module__.startswith("transformers.")
 
 
 def _heads(model: nn.Module) -> set[str]:
@@ -188,6 +192,7 @@ def _heads(model: nn.Module) -> set[str]:
     owners: dict[Tensor, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            # A weight with two owners is tied, as an output head to the token table.
             owners[parameter] = owners.get(parameter, 0) + 1
     return {
         name
@@ -202,9 +207,10 @@ def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> li
         return layers
     modules = _reached(dict(model.named_modules()), pattern)
     if modules:
-        kind = type(model.get_submodule(modules[0])).__name__
+        class_name = type(model.get_submodule(modules[0])).__name__
         raise ConfigError(
-            f"--lora.targets: '{pattern}' is {modules[0]}, a {kind}, but only linear layers take adapters; remove it"
+            f"--lora.targets: '{pattern}' is {modules[0]}, a {class_name}, but only linear layers take adapters; "
+            "remove it"
         )
     close = difflib.get_close_matches(pattern, sorted({*_lasts(linear), *linear}), n=1, cutoff=0.5)
     if close:
@@ -215,7 +221,7 @@ def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> li
 
 
 def _lasts(names: Iterable[str]) -> list[str]:
-    """The last parts of the names, sorted."""
+    """Return the last component of each name, sorted."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
@@ -224,7 +230,7 @@ def _reached(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
-    """The layers' `target_modules`: last parts of names, or a regular expression.
+    """Return the layers as peft's `target_modules`: last parts of names, or a regular expression.
 
     The parts are used if they mean the same layers to peft.
     """
@@ -238,7 +244,7 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
     """Insert the adapters in place, initialised from torch's default generator, and freeze the base.
 
     Args:
-        dtype: of the trained parameters: the adapters', and those of the modules that are trained whole.
+        dtype: of the trained parameters: the adapters', and those of the modules that are trained in full.
 
     Raises:
         ConfigError: peft is not installed, or refuses.
@@ -246,7 +252,7 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
     peft = _peft()
     try:
         with warnings.catch_warnings():
-            # If linear layers of both kinds are adapted, peft warns of the other kind
+            # peft warns if linear layers of both orientations are adapted, which works.
             warnings.simplefilter("ignore")
             peft.inject_adapter_in_model(_config(peft, adapters), model)
     except ValueError as error:
@@ -257,12 +263,11 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
         parameter = model.get_parameter(name).requires_grad_(True)
         parameter.data = parameter.data.to(dtype)
     fast = []
-    for each in model.modules():
-        if isinstance(each, nn.TransformerEncoderLayer):
-            fast.append(each)
-    if any(
-        True for each in fast for _ in _layers(each)
-    ):  # in an evaluation its fast path reads the base's weights directly
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            fast.append(layer)
+    # In evaluation the fast path of this layer reads the base's weights and skips the adapters.
+    if any(True for layer in fast for _ in _layers(layer)):
         keep_fastpath_off()
 
 
@@ -288,7 +293,7 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
 
 
 def trained_names(model: nn.Module, full: Collection[str]) -> list[str]:
-    """Return the names of the adapters' parameters and those of modules that are trained whole."""
+    """Return the names of the adapters' parameters and of modules trained in full."""
     return [name for name, _ in model.named_parameters() if _is_trained(name, full)]
 
 
@@ -331,6 +336,7 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
         if _ADAPTER.search(name) or name in left_out:
             continue
         layer = layers.get(name)
+        # A quantized weight is stored packed, not as a matrix.
         base = quantized.get(name)
         tensor = tensor if base is None else dequantize(base, dtype)
         if layer is not None:
@@ -341,7 +347,7 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the base's parameters that are not quantized; float32 without any."""
+    """Return the dtype of the base's parameters that are not quantized; float32 without any."""
     kept = (p.dtype for name, p in model.named_parameters() if p.is_floating_point() and not _ADAPTER.search(name))
     return next(kept, torch.float32)
 
@@ -379,10 +385,12 @@ def _config(peft: Any, adapters: Adapters, **more: Any) -> Any:
 
 
 def _peft() -> Any:
-    quiet()  # peft imports bitsandbytes where it is installed
+    # peft imports bitsandbytes if it is installed, which logs warnings.
+    quiet()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package's own imports
+            # The package's own imports warn of things that a user cannot change.
+            warnings.simplefilter("ignore")
             import peft
     except ImportError as error:
         raise ConfigError(

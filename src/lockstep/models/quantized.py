@@ -32,9 +32,11 @@ __all__ = [
 ]
 
 _FLAG = "--model.load-in"
-_BLOCK = 64  # weights that share a scale
-_NESTED = 256  # scales that share a scale of their own
-_OUTLIER = 6.0  # inputs above it are multiplied in float16, as the paper has it
+# Block sizes of bitsandbytes: weights that share a scale, and scales that share a second one.
+_BLOCK = 64
+_NESTED = 256
+# Inputs above this threshold are multiplied in float16 (section 3.2 of the LLM.int8() paper).
+_OUTLIER = 6.0
 
 
 class Quantization(NamedTuple):
@@ -82,7 +84,9 @@ class Quantization(NamedTuple):
         return keep_unchanged(model)
 
     def use_placeholders(self, model: nn.Module, layers: Collection[str], dtype: torch.dtype) -> nn.Module:
-        """Replace layers of a model on the meta device by `PlaceholderLinear`, and move it to the CPU, in place.
+        """Replace layers by `PlaceholderLinear` and move the model to the CPU, in place.
+
+        The model is on the meta device.
 
         Args:
             layers: names of the linear layers to replace.
@@ -91,6 +95,7 @@ class Quantization(NamedTuple):
         for name in layers:
             model.set_submodule(name, PlaceholderLinear(model.get_submodule(name), self.load_in, self.compute or dtype))
         floating = {torch.float32: dtype}
+        # Tied tensors stay tied: each is replaced once. The two dicts of nn.Module are private in torch.
         moved: dict[Tensor, Tensor] = {}
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -98,14 +103,14 @@ class Quantization(NamedTuple):
                 for name, tensor in list(tensors.items()):
                     if tensor is not None:
                         new = torch.empty_like(tensor, dtype=floating.get(tensor.dtype, tensor.dtype), device="cpu")
-                        kind = isinstance(tensor, nn.Parameter)
-                        moved.setdefault(tensor, nn.Parameter(new, tensor.requires_grad) if kind else new)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        moved.setdefault(tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new)
                         tensors[name] = moved[tensor]
         return model
 
 
 def quiet() -> None:
-    """Silence the warnings of bitsandbytes: of kernels that it lacks, and of each forward of an 8-bit layer."""
+    """Silence bitsandbytes' warnings about missing kernels and about 8-bit forwards."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -120,7 +125,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class PlaceholderLinear(nn.Linear):
-    """A layer with the memory and the work of a quantized one, and no values, for `lockstep plan`.
+    """Layer without values, with a quantized one's memory and work, for `lockstep plan`.
 
     Args:
         layer: on the meta device.
@@ -132,6 +137,8 @@ class PlaceholderLinear(nn.Linear):
         transposed = type(layer).__name__ == "Conv1D"
         rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
         super().__init__(columns, rows, bias=False, device="meta")
+        # In 8 bits bitsandbytes stores a float32 scale for each row. In 4 bits two weights share a byte,
+        # each block has a scale of one byte, and each block of scales a float32 scale.
         shape, scales = ((rows, columns), 4 * rows) if load_in == "8bit" else ((-(-rows * columns // 2), 1), 0)
         if not scales:
             blocks = -(-rows * columns // _BLOCK)
@@ -143,12 +150,13 @@ class PlaceholderLinear(nn.Linear):
         self.compute = compute
 
     def forward(self, input: Tensor) -> Tensor:
+        # torch does not annotate Function.apply.
         output: Tensor = _PlaceholderProduct.apply(input.to(self.compute), self.in_features, self.out_features)  # type: ignore[no-untyped-call]
         return (output if self.bias is None else output + self.bias.to(self.compute)).to(input.dtype)
 
 
 class _PlaceholderProduct(torch.autograd.Function):
-    """A product with a weight that exists only while it is computed, as bitsandbytes' own."""
+    """Product with a weight that exists only while it is computed, as in bitsandbytes."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, columns: int, rows: int) -> Tensor:
@@ -168,11 +176,13 @@ def bits_of(layer: Any) -> str:
 
 
 def keep_unchanged(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """Make forwards leave the tensors of quantized layers unchanged. In place; a second call changes nothing.
+    """Make forwards leave the tensors of quantized layers unchanged, in place.
+
+    A second call changes nothing.
 
     bitsandbytes itself changes them in three places: on CPUs with AVX512-BF16 an evaluation packs 4-bit weights in
     another order and rounds their scales; a bias takes the dtype of the input; and the scales of an 8-bit layer stay
-    where they were when the model around it moves.
+    on their device when the model around it moves.
 
     Args:
         device: that the weights will be moved to; their scales are moved now. None: they stay.
@@ -180,6 +190,7 @@ def keep_unchanged(model: nn.Module, device: torch.device | None = None) -> nn.M
     for _, layer in quantized_layers(model):
         if bits_of(layer) == "8bit":
             _follow(layer)
+            # torch has no public list of a module's hooks.
             if _before_int8 not in layer._forward_pre_hooks.values():
                 layer.register_forward_pre_hook(_before_int8)
             continue
@@ -202,19 +213,20 @@ def _follow(layer: Any) -> None:
     """Move the scales of an 8-bit layer to its weight's device."""
     if layer.weight.CB is not None:
         layer.init_8bit_state()
+    # init_8bit_state sets SCB where the weight was; `Module.to` does not move it.
     if layer.state.SCB is not None and layer.state.SCB.device != layer.weight.device:
-        # once, after a move; waits for the device
+        # Waits for the device, once after each move.
         layer.state.SCB = layer.state.SCB.to(layer.weight.device)
     layer.state.CB = layer.weight.data
 
 
 def scales(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a model's state has of its quantized layers besides parameters: scales, and how they are stored."""
-    found: dict[str, Tensor] = {}
+    """Return the state of quantized layers that is no parameter: scales and formats."""
+    tensors: dict[str, Tensor] = {}
     for name, layer in quantized_layers(model):
-        own = {key for key, _ in layer.named_parameters()}
-        found |= {f"{name}.{key}": value for key, value in layer.state_dict().items() if key not in own}
-    return found
+        parameters = {key for key, _ in layer.named_parameters()}
+        tensors |= {f"{name}.{key}": value for key, value in layer.state_dict().items() if key not in parameters}
+    return tensors
 
 
 def is_transposed(layer: Any) -> bool:

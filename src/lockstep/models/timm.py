@@ -3,7 +3,7 @@
     source = TimmModel("resnet18", classes=10, cache=cache, say=print)      # --model-name timm:resnet18
     model = source.build(pretrained=True)
 
-The package could not be installed where lockstep is tested (it needs torchvision); a stub replaces it there.
+The tests replace the package by a stub, since it needs torchvision.
 """
 
 from collections.abc import Callable
@@ -55,14 +55,15 @@ class TimmModel:
             settings = pretrained_cfg.to_dict()
         else:
             settings = {}
+        # Without settings of its own a model has ImageNet's size, mean and standard deviation.
         self.size = int(settings.get("input_size", (3, 224, 224))[-1])
         self.mean: tuple[float, ...] = tuple(settings.get("mean", (0.485, 0.456, 0.406)))
         self.std: tuple[float, ...] = tuple(settings.get("std", (0.229, 0.224, 0.225)))
-        last = settings.get("classifier") or ()
+        classifier = settings.get("classifier") or ()
         if settings.get("num_classes") == classes:
             self._last = ()
         else:
-            self._last = (last,) if isinstance(last, str) else tuple(last)
+            self._last = (classifier,) if isinstance(classifier, str) else tuple(classifier)
         self.untrained: tuple[str, ...] = ()
 
     def build(self, *, pretrained: bool, dropout: float = 0.0) -> nn.Module:
@@ -85,6 +86,7 @@ class TimmModel:
 
 def _timm(name: str) -> Any:
     try:
+        # Imported late: timm is optional, so type checks run without it.
         import timm  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(

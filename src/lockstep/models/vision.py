@@ -77,7 +77,8 @@ class MLP(nn.Module):
         return cast(Tensor, self.head(x))[:, 0].double() * target[1] + target[0]
 
 
-_STAGES = (16, 32, 64)  # channels
+# Channels of each stage.
+_STAGES = (16, 32, 64)
 
 
 class Residual(nn.Module):
@@ -122,8 +123,9 @@ class ResNet(nn.Module):
         self.blocks = nn.ModuleList()
         inner = _STAGES[0]
         for stage, outer in enumerate(_STAGES):
-            for place in range(depth):
-                self.blocks.append(Residual(inner, outer, 2 if stage and not place else 1))
+            for index in range(depth):
+                # The first block of each later stage halves the image.
+                self.blocks.append(Residual(inner, outer, 2 if stage and not index else 1))
                 inner = outer
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.head = nn.Linear(inner, classes)
@@ -137,6 +139,7 @@ class ResNet(nn.Module):
             elif isinstance(module, nn.BatchNorm2d | nn.Linear):
                 module.reset_parameters()
         for block in self.blocks:
+            # Each block starts as its shortcut (Goyal et al., arXiv 1706.02677, section 5.1).
             nn.init.zeros_(cast(Residual, block).second_norm.weight)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ class Layer(nn.Module):
         self.heads = heads
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
-        # queries, keys and values in one product
+        # One product computes queries, keys and values: one kernel instead of three.
         self.inputs = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)

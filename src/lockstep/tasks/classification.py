@@ -2,7 +2,7 @@
 
     task = make(config, say=print)    # --model-name, --dataset-name, --data.text-column, --data.label-column
 
-An item is a text. A batch is padded to the longest text of its micro-batch, on whatever rank. Only this file imports
+An item is a text. A batch is padded to the longest text of its micro-batch, on any rank. Only this file imports
 `torchmetrics`; without it the F1 score is left out.
 """
 
@@ -30,8 +30,10 @@ __all__ = [
 ]
 
 _TEXT_COLUMNS = ("text", "sentence", "content", "review")
-_CHARACTERS = 5  # characters of a token, roughly; only for balancing the work
-_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # input_ids get the tokenizer's pad token
+# Characters of a token, roughly; used only to balance the work.
+_CHARACTERS = 5
+# Padding by name of the input; input_ids get the tokenizer's pad token instead.
+_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}
 
 Say = Callable[[str], None]
 
@@ -47,7 +49,8 @@ class Texts:
         longest: maximum tokens of a sample.
     """
 
-    draws_random = False  # a sample needs no seed
+    # Samples draw nothing at random, so the loader need not seed them.
+    draws_random = False
 
     def __init__(self, texts: Sequence[list[str]], labels: Tensor, encoder: HubEncoder, longest: int) -> None:
         self.texts = texts
@@ -63,14 +66,14 @@ class Texts:
 
     def __getitems__(self, indices: list[int]) -> list[tuple[dict[str, list[int]], int]]:
         """Return the samples of a batch, in order."""
-        first, *second = ([column[index] for index in indices] for column in self.texts)
-        inputs = self.encoder.encode(first, second[0] if second else None, self.longest)
+        texts, *pairs = ([column[index] for index in indices] for column in self.texts)
+        inputs = self.encoder.encode(texts, pairs[0] if pairs else None, self.longest)
         return list(zip(inputs, self.labels[indices].tolist(), strict=True))
 
 
 @final
 class TextClassification(Task):
-    """Task: a class for each text.
+    """Task that predicts a class for each text.
 
     Args:
         train, evaluation: the splits.
@@ -162,7 +165,8 @@ class TextClassification(Task):
         best = logits.argmax(dim=1)
         metrics: dict[str, Any] = {"accuracy": ((best == labels).sum(), len(labels))}
         if self._f1 is not None:
-            self._f1.update(best.cpu(), labels.cpu())  # waits for the device
+            # Waits for the device in each micro-batch of an evaluation: the metric is in host memory.
+            self._f1.update(best.cpu(), labels.cpu())
             metrics["f1"] = self._f1
         return F.cross_entropy(logits, labels, reduction="sum"), metrics
 
@@ -193,6 +197,7 @@ def make(config: Config, say: Say) -> TextClassification:
     classes, labels = class_labels(table, label, flag)
     settings: dict[str, Any] = {"trust_remote_code": model_config.trust_remote_code, "cache": cache, "say": say}
     revision = "" if config.tokenizer else model_config.revision
+    # The encoder comes first: the model pads by the encoder's padding token.
     encoder = HubEncoder(config.tokenizer or config.model_name, revision=revision, **settings)
     source = HubClassifier(
         config.model_name, TEXTS, classes=classes, revision=model_config.revision, pad=encoder.pad, **settings
@@ -209,10 +214,11 @@ def make(config: Config, say: Say) -> TextClassification:
             else f"--model-name: its tokenizer has {sizes}; resize its token table "
             "(model.resize_token_embeddings(len(tokenizer))), and save both into one folder"
         )
+    # A missing text counts as an empty one.
     texts = zip(*(table.values(column) for column in columns), strict=True)
     train, evaluation = (
-        Texts([[value or "" for value in column] for column in part], own, encoder, config.seq_len)
-        for part, own in zip(texts, labels, strict=True)
+        Texts([[value or "" for value in column] for column in split_texts], split_labels, encoder, config.seq_len)
+        for split_texts, split_labels in zip(texts, labels, strict=True)
     )
     revisions = {config.model_name: source.revision, name: table.revision}
     return TextClassification(
@@ -230,16 +236,17 @@ def make(config: Config, say: Say) -> TextClassification:
 
 
 def _text_columns(table: HubTable, option: str, flag: str) -> list[str]:
-    """The column of the texts, or the two columns of pairs."""
+    """Find the column of the texts, or the two columns of pairs."""
     names = [name.strip() for name in option.split(",")]
     if len(names) > 2:
         raise DataError(f"{flag}: --data.text-column {option} names {len(names)} columns; name one, or two for pairs")
     kinds = {}
-    for name, kind in table.kinds.items():
-        if kind.endswith("string"):
+    for name, dtype in table.kinds.items():
+        # A table has string or large_string columns; both are text.
+        if dtype.endswith("string"):
             kinds[name] = "string"
         else:
-            kinds[name] = kind
+            kinds[name] = dtype
     return [find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column") for name in names]
 
 

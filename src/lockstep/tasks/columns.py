@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-_SPLIT_SEED = 0  # not the run's: runs with other seeds are evaluated on the same samples
+# Fixed, not the run's seed: runs with other seeds are evaluated on the same samples.
+_SPLIT_SEED = 0
 
 
 def digits(flag: str) -> tuple[Tensor, Tensor]:
@@ -43,6 +44,7 @@ def digits(flag: str) -> tuple[Tensor, Tensor]:
         ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
     """
     bunch = _datasets(flag).load_digits()
+    # scikit-learn's pixels have values from 0 to 16.
     pixels = torch.from_numpy(bunch.images).reshape(-1, 1, 8, 8) * 255 / 16
     return pixels.round().to(torch.uint8), torch.from_numpy(bunch.target).long()
 
@@ -57,8 +59,8 @@ def diabetes(flag: str) -> dict[str, list[float]]:
     """
     bunch = _datasets(flag).load_diabetes(scaled=False)
     columns = {}
-    for place, name in enumerate(bunch.feature_names):
-        columns[name] = bunch.data[:, place].tolist()
+    for index, name in enumerate(bunch.feature_names):
+        columns[name] = bunch.data[:, index].tolist()
     return {**columns, "target": bunch.target.tolist()}
 
 
@@ -75,6 +77,7 @@ def parted(samples: int, fraction: float) -> tuple[list[int], list[int]]:
 
 def _datasets(flag: str) -> Any:
     try:
+        # scikit-learn is optional, and has no type annotations.
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(
@@ -83,6 +86,7 @@ def _datasets(flag: str) -> Any:
     return datasets
 
 
+# Names of classes that a message lists, at most.
 _SHOWN = 8
 
 
@@ -132,7 +136,7 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
     """
     parts = table.values(column)
     for split, rows, values in zip(("training", "evaluation"), table.rows, parts, strict=True):
-        bad = next((place for place, value in enumerate(values) if _missing(value)), None)
+        bad = next((index for index, value in enumerate(values) if _missing(value)), None)
         if bad is not None:
             raise DataError(
                 f"{flag}: row {rows[bad]} ({split} split) has {values[bad]!r} in the column '{column}', which is not "
@@ -146,15 +150,17 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
     names = tuple(class_names or map(str, values))
     if len(names) < 2:
         raise DataError(f"{flag}: the column '{column}' has one class, '{names[0]}'; classification needs at least two")
-    place = {value: label for label, value in enumerate(values)}
-    unknown = next((value for part in parts for value in part if value not in place), None)
+    index = {value: label for label, value in enumerate(values)}
+    unknown = next((value for split_values in parts for value in split_values if value not in index), None)
     if unknown is not None:
         listing = _class_list(names)
         raise DataError(
             f"{flag}: the column '{column}' has {unknown!r}, which is not one of its classes ({listing}); fix the row, "
             "or name another column with --data.label-column"
         )
-    train, evaluation = (torch.tensor([place[value] for value in part], dtype=torch.int64) for part in parts)
+    train, evaluation = (
+        torch.tensor([index[value] for value in split_values], dtype=torch.int64) for split_values in parts
+    )
     return names, (train, evaluation)
 
 
@@ -197,10 +203,10 @@ def check_classes(before: str, task: Task, run: str) -> None:
     """
     names = getattr(task, "classes", None)
     trained = before.partition("; ")[0]
-    if names and trained != (now := _classes_of(names)):
+    if names and trained != (current := _classes_of(names)):
         raise DataError(
-            f"{printable(run)} was trained on the classes {printable(trained)}, but the data now has {printable(now)}; "
-            "give data with the same classes"
+            f"{printable(run)} was trained on the classes {printable(trained)}, but the data now has "
+            f"{printable(current)}; give data with the same classes"
         )
 
 

@@ -35,18 +35,24 @@ __all__ = [
 ]
 
 
+# Suffixes of the files that are read as images.
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+# First bytes of PNG, JPEG, BMP, GIF, WebP (RIFF), TIFF, PGM and PPM files.
 _HEADERS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"P2", b"P3", b"P5", b"P6")
 
 
 class ImageError(Exception):
-    """An image that cannot be read. `filename` is its path, or "" if it has none."""
+    """Error of an image that cannot be read.
+
+    `filename` is its path, or "" if it has none.
+    """
 
     def __init__(self, filename: str, message: str) -> None:
         super().__init__(message)
         self.filename = filename
 
     def __reduce__(self) -> tuple[type["ImageError"], tuple[str, str]]:
+        # Loader processes pickle the error; by default only its message would be passed to `__init__`.
         return ImageError, (self.filename, str(self))
 
 
@@ -84,7 +90,8 @@ def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, nam
                 shape = (size, max(size, round(height * size / width)))
             image = image.resize(shape, pillow.Image.Resampling.BILINEAR)
         pixels = np.array(image, dtype=np.uint8).reshape(*image.size[::-1], channels)
-    except Exception as error:  # decoders may raise any exception on a damaged file
+    except Exception as error:
+        # Decoders may raise any exception on a damaged file.
         message = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise ImageError(name, message) from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
@@ -92,6 +99,7 @@ def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, nam
 
 def _plain(pillow: Any, image: Any, channels: int) -> Any:
     if image.mode.startswith("I;16"):
+        # 16-bit grey keeps its upper byte.
         image = pillow.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"its pixel mode {image.mode} has no defined range; save it with 8 or 16 bits")
@@ -109,6 +117,7 @@ def _pillow(flag: str) -> Any:
 
 
 DIGITS = "builtin:digits"
+# Names of the evaluation split's folder, in order of preference.
 _EVALUATION = ("validation", "valid", "val", "dev", "evaluation", "eval", "test")
 
 Say = Callable[[str], None]
@@ -186,9 +195,9 @@ class _InMemory:
 
 def _digits(fraction: float) -> ImageData:
     pixels, labels = digits(f"--dataset-name {DIGITS}")
-    parts = [torch.tensor(part) for part in parted(len(labels), fraction)]
+    parts = [torch.tensor(indices) for indices in parted(len(labels), fraction)]
     digest = xxhash.xxh3_128_hexdigest(pixels.numpy().tobytes() + labels.numpy().tobytes() + repr(fraction).encode())
-    train, evaluation = (_InMemory(pixels[part], labels[part]) for part in parts)
+    train, evaluation = (_InMemory(pixels[indices], labels[indices]) for indices in parts)
     return ImageData(train, evaluation, tuple("0123456789"), 1, digest)
 
 
@@ -211,9 +220,12 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     flag = f"--dataset-name {name}"
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
-    evaluation_part = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
+    evaluation_part = next(
+        (split for split in _EVALUATION if (root / "train").is_dir() and (root / split).is_dir()), ""
+    )
     classes = _classes(root / "train" if evaluation_part else root, flag)
-    broken = dict[str, str]()  # file -> why no decoder reads it
+    # File -> the reason why no decoder reads it.
+    broken = dict[str, str]()
     train = _images(root, "train" if evaluation_part else "", classes, flag, broken)
     if evaluation_part:
         extra = sorted(set(_classes(root / evaluation_part, flag)) - set(classes))
@@ -230,7 +242,7 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     content = []
     for file, label in (*train, *evaluation):
         content.append((file, (root / file).stat().st_size, label))
-    others = {part for part in _EVALUATION if evaluation_part and part != evaluation_part}
+    others = {split for split in _EVALUATION if evaluation_part and split != evaluation_part}
     sizes = {file: size for file, size, _ in content}
     _account(root, sizes, broken, others, flag).check(config.data.skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
@@ -247,9 +259,9 @@ def _account(
         broken: the reason for each file of a class that is not.
         others: folders of splits that are not asked for.
     """
-    found = FoundFiles(flag)
+    tally = FoundFiles(flag)
     for size in read.values():
-        found.add(size)
+        tally.add(size)
     for folder, folders, files in os.walk(root):
         at = Path(folder).relative_to(root)
         folders[:] = sorted(
@@ -257,8 +269,9 @@ def _account(
         )
         for name in folders:
             inside = f"{(at / name).as_posix()}/"
+            # os.walk does not follow links to folders, so these are reported.
             if (root / at / name).is_symlink() and not any(file.startswith(inside) for file in read):
-                found.leave_out(inside, 0, "links to a folder")
+                tally.leave_out(inside, 0, "links to a folder")
         for name in sorted(files):
             file = (at / name).as_posix()
             if not name.startswith(".") and file not in read:
@@ -267,12 +280,12 @@ def _account(
                     reason = "outside the folders of the classes"
                 else:
                     reason = "without a suffix of an image"
-                found.leave_out(file, (root / file).lstat().st_size, broken.get(file, reason))
-    return found
+                tally.leave_out(file, (root / file).lstat().st_size, broken.get(file, reason))
+    return tally
 
 
 def _classes(root: Path, flag: str) -> list[str]:
-    """The names of the folders, sorted."""
+    """Return the names of the folders, sorted."""
     names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     loose = []
     for path in root.iterdir():
@@ -317,7 +330,10 @@ def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[s
 
 
 def _fault(path: Path) -> str:
-    """Return why no decoder reads a file, by its first bytes; "": one may, and only decoding it shows more."""
+    """Return why no decoder reads a file, by its first bytes; "" if one may.
+
+    Only decoding finds damage after these bytes.
+    """
     try:
         with path.open("rb") as file:
             begin = file.read(16)
@@ -325,11 +341,12 @@ def _fault(path: Path) -> str:
         return "that cannot be opened"
     if not begin:
         return "without content"
-    # Pillow has more decoders, and is slower
+    # An unknown header may be one of Pillow's rarer formats, but asking Pillow is slower.
     if not begin.startswith(_HEADERS):
         try:
             _pillow("an image").Image.open(path).close()
-        except Exception:  # decoders may raise any exception on a damaged file
+        except Exception:
+            # Decoders may raise any exception on a damaged file.
             return "without the header of an image"
     return ""
 
@@ -360,6 +377,8 @@ def _table(config: Config, say: Say) -> ImageData:
     image = find_column(table.kinds, data.image_column, "Image", ("image", "img"), flag, "--data.image-column")
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
     classes, labels = class_labels(table, label, flag)
-    train, evaluation = (_ImageColumn(rows, image, own) for rows, own in zip(table.images(image), labels, strict=True))
+    train, evaluation = (
+        _ImageColumn(rows, image, split_labels) for rows, split_labels in zip(table.images(image), labels, strict=True)
+    )
     digest = xxhash.xxh3_128_hexdigest(repr((table.digest, image, label, data.evaluation)).encode())
     return ImageData(train, evaluation, classes, 3, digest, table.revision)

@@ -3,7 +3,7 @@
 change = rand_augment(9)                        # uint8 [channels, height, width] -> the same
 mix = mixing(0.2, 1.0, classes=10)              # images [batch, ...], labels int64 [batch] -> mixed images, shares
 
-All of them draw from torch's default generator, which the loader seeds.
+They draw from torch's default generator, which the loader seeds.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,9 @@ def rand_augment(magnitude: int) -> Callable[[Tensor], Tensor]:
 
 
 def mixing(mixup: float, cutmix: float, *, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Make mixup (arXiv 1710.09412), cutmix (arXiv 1905.04899), or either of both at random for each batch.
+    """Make mixup, cutmix, or either of them at random for each batch.
+
+    Zhang et al., arXiv 1710.09412; Yun et al., arXiv 1905.04899.
 
     Args:
         mixup, cutmix: alpha of the Beta distribution that the shares are drawn from; 0: not used.
@@ -59,11 +61,13 @@ def mixing(mixup: float, cutmix: float, *, classes: int) -> Callable[[Tensor, Te
 
 def _transforms(flag: str) -> Any:
     try:
+        # torchvision is optional.
         from torchvision.transforms import v2  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(
             f"{flag} needs the package torchvision: install the extra torchvision of torch-lockstep"
         ) from error
-    except RuntimeError as error:  # it was built for another torch
+    except RuntimeError as error:
+        # torchvision raises it if it was built for another torch.
         raise ConfigError(f"{flag}: the installed torchvision does not fit this torch: {error}") from error
     return v2

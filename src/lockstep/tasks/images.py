@@ -2,8 +2,8 @@
 
     task = make(Config(task="images"), say=print)       # scikit-learn's digits, a small ResNet
 
-An item is an image. The random choices for an image (crop, mirroring) depend only on (seed, epoch, sample): whoever
-loads a sample seeds torch's default generator accordingly (see `data/loader.py`). Mixup and cutmix draw for a
+An item is an image. The random choices for an image (crop, mirroring) depend only on (seed, epoch, sample): the
+loader seeds torch's default generator for each sample (see `data/loader.py`). Mixup and cutmix draw for a
 micro-batch, by (seed, step, micro-batch).
 """
 
@@ -38,8 +38,10 @@ __all__ = [
 
 
 _BUILT_IN = ("builtin:resnet", "builtin:vit")
-DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}  # of inputs, by --precision; else float32
-_SIZE = 64  # default image size
+# Dtypes of the inputs by --precision; float32 for the others.
+DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
+# Default height and width of the images, in pixels.
+_SIZE = 64
 
 Say = Callable[[str], None]
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -112,6 +114,7 @@ def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_s
 
 
 def _built_in(config: Config, classes: int, channels: int, size: int) -> ImageModel:
+    # The built-in models take values from -1 to 1.
     half = (0.5,) * channels
     blocks = _blocks
     build: Callable[[], nn.Module] = partial(ResNet, channels, classes, dropout=config.model.dropout)
@@ -144,6 +147,7 @@ def _hub(config: Config, classes: Sequence[str], say: Say) -> ImageModel:
         partial(source.build, dtype=dtype, pretrained=model_config.pretrained),
         image_logits,
         repeated_blocks,
+        # 224 pixels is ImageNet's usual size.
         config.images.size or source.size or 224,
         source.channels,
         source.mean,
@@ -161,6 +165,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return list(cast(ResNet | ViT, model).blocks)
 
 
+# The metric "top5" counts a class among the five likeliest.
 _TOP = 5
 
 
@@ -224,6 +229,7 @@ class Prepared:
         label = self.source.labels[index]
         if self._classes:
             label = F.one_hot(label, self._classes).to(how.dtype)
+        # Bytes become values from 0 to 1.
         return (image.to(how.dtype) / 255 - self._mean) / self._std, label
 
     def _augment(self, image: Tensor) -> Tensor:
@@ -245,13 +251,13 @@ class Prepared:
 
 @final
 class ImageClassification(Task):
-    """Task: a class for each image.
+    """Task that predicts a class for each image.
 
     Args:
         data: the images.
         source: the model.
         how: see `Preparing`.
-        label_smoothing: share of a label that goes to all classes alike, in training only.
+        label_smoothing: share of a label that is spread evenly over all classes, in training only.
         mix: mixes the images and labels of a micro-batch of training; None: does not.
         pretrained: the model's weights are pretrained.
         sources: name -> revision of everything from a hub.
@@ -311,7 +317,8 @@ class ImageClassification(Task):
     def collate(self, samples: list[Any]) -> Sequence[Tensor]:
         """Combine samples into (images, labels), and mix those of training."""
         images, labels = super().collate(samples)
-        if self._mix and labels.dim() == 2:  # of training: see `Prepared`
+        # Only labels of training are shares of the classes; see `Prepared`.
+        if self._mix and labels.dim() == 2:
             images, mixed = self._mix(images, labels.argmax(1))
             labels = mixed.to(labels.dtype)
         return images, labels
@@ -323,7 +330,8 @@ class ImageClassification(Task):
         """
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
-        if labels.dim() == 2:  # shares of the classes
+        # Mixed labels are shares of the classes, which must have the dtype of the logits.
+        if labels.dim() == 2:
             labels = labels.to(logits.dtype)
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)
 
@@ -354,11 +362,13 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
     """
     data = open_images(config, say)
     digits = config.dataset_name == DIGITS
+    # The digits are 8 x 8 pixels.
     source = _image_model(config, classes=data.classes, channels=data.channels, own_size=8 * digits, say=say)
     image_config = config.images
     if image_config.padding >= 0:
         padding = image_config.padding
     else:
+        # An eighth of the size, as He et al. pad images of 32 pixels by 4.
         padding = source.size // 8
     how = Preparing(
         source.size,

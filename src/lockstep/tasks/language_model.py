@@ -57,9 +57,12 @@ __all__ = [
 ]
 
 
-_SAMPLE_TOKENS = 120  # tokens of a sample of text
-_PROMPT_TOKENS = 1024  # maximum tokens of a prompt with its answer; trl's max_length
-_GROUP_SIZE = 16  # texts that are generated together
+# Tokens of the text that a run samples at its end.
+_SAMPLE_TOKENS = 120
+# Maximum tokens of a prompt with its answer; the default max_length of trl.
+_PROMPT_TOKENS = 1024
+# Texts that are generated together, at most.
+_GROUP_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class Sampling:
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only; 0: among all.
         seed: of the draw.
-        ends_early: end once each text has an end; False: always go on to `tokens`, with as many forwards.
+        ends_early: end once each text has an end; False: always generate `tokens`, with as many forwards.
     """
 
     tokens: int = 100
@@ -109,6 +112,7 @@ class Sampling:
             stop=stop if self.ends_early else (),
         )
         length = len(begins[0])
+        # Waits for the device, once a group of texts.
         return [_to_stop(row, length, stop) for row in tokens.tolist()]
 
 
@@ -125,7 +129,7 @@ class LanguageModel(Task):
     Attributes:
         attention_mask: only packed documents need one; see `Task`.
         items_per_sample: labelled tokens of every sample if all have equally many: in a stream the sequence length, in
-            blocks one less; None if only some are learned, or documents stay apart.
+            blocks one less; None if only some are learned, or documents are kept separate.
     """
 
     reduction = "sum"
@@ -185,12 +189,14 @@ class LanguageModel(Task):
         corpus = self.corpus
         begin = corpus.begun(self._prompt) if self._prompt else corpus.opening()
         temperature = 0.0 if corpus.prompts else Sampling().temperature
-        # as many collectives as forwards, where the model is split
+        # A forward of a split model is a collective, so every rank must generate equally many tokens.
         sampling = Sampling(tokens=_SAMPLE_TOKENS, temperature=temperature, ends_early=False)
         return self._text(begin, self._continue(model, [begin], device, sampling)[0])
 
     def _text(self, prompt: list[int], tokens: list[int]) -> str:
-        """Return the text of a prompt with its continuation; an answer in a conversation begins on its own line.
+        """Return the text of a prompt with its continuation.
+
+        An answer in a conversation begins on its own line.
 
         Args:
             prompt: tokens of the prompt.
@@ -200,7 +206,7 @@ class LanguageModel(Task):
             return self.corpus.decode(tokens)
         question = self.corpus.decode(prompt)
         answer = self.corpus.decode(tokens[len(prompt) :])
-        # The template's marks are not shown
+        # Decoding drops the template's marks, so a line break parts question and answer.
         return f"{question.rstrip()}\n{answer.lstrip()}"
 
     def write(
@@ -210,7 +216,7 @@ class LanguageModel(Task):
 
         A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts'
         order, each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is
-        the same for the same `sampling`, whatever else is written.
+        the same for the same `sampling`, whichever prompts are next to it.
 
         Raises:
             ConfigError: there is no token to begin with.
@@ -225,10 +231,10 @@ class LanguageModel(Task):
     ) -> Iterator[str]:
         texts: dict[int, str] = {}
         position = 0
-        for places in _by_length(begins):
-            chosen = [begins[place] for place in places]
+        for indices in _by_length(begins):
+            chosen = [begins[index] for index in indices]
             continued = self._continue(model, chosen, device, sampling)
-            texts |= zip(places, map(self._text, chosen, continued), strict=True)
+            texts |= zip(indices, map(self._text, chosen, continued), strict=True)
             while position in texts:
                 yield texts.pop(position)
                 position += 1
@@ -237,7 +243,10 @@ class LanguageModel(Task):
     def _continue(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
     ) -> list[list[int]]:
-        """The tokens of `begins`, all of one length, with their continuations up to one of `corpus.ends`."""
+        """Return the tokens of `begins` with their continuations, up to one of `corpus.ends`.
+
+        All begins have the same length.
+        """
 
 
 @final
@@ -304,11 +313,11 @@ class CausalLM(LanguageModel):
 
 
 def data_facts(corpus: TokenCorpus, width: int = 0) -> DataFacts:
-    """Return what a corpus tells of the defaults, for a pretrained model of this width."""
+    """Return a corpus's facts that decide defaults, for a pretrained model of this width."""
     documents, tokens, labels = corpus.learned
     options = {"data.packing": corpus.packing, "seq_len": corpus.train.seq_len}
-    kind = "conversation" if corpus.chat else "prompt"
-    summary = f"{documents:,} {kind}{'s' * (documents != 1)}, {labels:,} of {tokens:,} tokens learned"
+    noun = "conversation" if corpus.chat else "prompt"
+    summary = f"{documents:,} {noun}{'s' * (documents != 1)}, {labels:,} of {tokens:,} tokens learned"
     return DataFacts(options, corpus.prompts, summary, width)
 
 
@@ -321,8 +330,8 @@ def loss_inside(config: Config) -> bool:
 
 
 def _to_stop(tokens: list[int], begin: int, stop: Sequence[int]) -> list[int]:
-    """The tokens up to and including the first of `stop` after the first `begin` ones."""
-    end = next((place for place in range(begin, len(tokens)) if tokens[place] in stop), len(tokens))
+    """Return the tokens up to and including the first of `stop` from index `begin` on."""
+    end = next((index for index in range(begin, len(tokens)) if tokens[index] in stop), len(tokens))
     return tokens[: end + 1]
 
 
@@ -331,15 +340,15 @@ def _by_length(begins: Sequence[list[int]]) -> list[list[int]]:
 
     The groups are in the order of their first indices.
     """
-    parts: list[list[int]] = []
+    groups: list[list[int]] = []
     open_ones: dict[int, list[int]] = {}
-    for place, begin in enumerate(begins):
-        part = open_ones.get(len(begin))
-        if part is None or len(part) == _GROUP_SIZE:
-            part = open_ones[len(begin)] = []
-            parts.append(part)
-        part.append(place)
-    return parts
+    for index, begin in enumerate(begins):
+        group = open_ones.get(len(begin))
+        if group is None or len(group) == _GROUP_SIZE:
+            group = open_ones[len(begin)] = []
+            groups.append(group)
+        group.append(index)
+    return groups
 
 
 def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -361,13 +370,14 @@ def count_labels(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"] != IGNORED).sum())
 
 
+# Dtypes of pretrained weights by --precision; float32 for the others.
 _DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
 
 Say = Callable[[str], None]
 
 
 class _HubReach(NamedTuple):
-    """See `models.gpt.ContextReach`."""
+    """Context and vocabulary of a hub model; see `models.gpt.ContextReach`."""
 
     context: int
     vocab_size: int
@@ -392,9 +402,10 @@ class HubCausalLM(LanguageModel):
 
     Raises:
         ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it
-            cannot keep packed documents apart.
+            cannot keep packed documents separate.
     """
 
+    # Each option is a keyword.
     def __init__(  # noqa: PLR0913
         self,
         corpus: TokenCorpus,
@@ -461,7 +472,7 @@ class HubCausalLM(LanguageModel):
         ids = batch["input_ids"]
         labels = batch["labels"]
         more = inputs_of(batch)
-        # Before step 1, and in the first evaluation after a resume
+        # The check needs no gradients: it runs before step 1, or in the first evaluation after a resume.
         if not (self._tried or torch.is_grad_enabled()):
             self._try(model, batch)
             self._tried = True
@@ -532,7 +543,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
     get = partial(HubModel, trust_remote_code=model_config.trust_remote_code, cache=cache, say=say)
     source = get(name, revision=model_config.revision)
     too_long = source.context and config.seq_len > source.context
-    # Before the data is prepared at that length
+    # Checked before the data is prepared at that length, which may take hours.
     if too_long and not is_auto(config, "seq_len"):
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
@@ -542,7 +553,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
             f"--data.packing documents: {name} cannot keep its state or its positions inside a document; use "
             "--data.packing padded"
         )
-    own = partial(
+    own_tokenizer = partial(
         HubTokenizer,
         name,
         revision=source.revision,
@@ -550,12 +561,13 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         cache=cache,
         say=say,
     )
-    chosen = corpus_for(config, own, say, source.context)
+    chosen = corpus_for(config, own_tokenizer, say, source.context)
     corpus = chosen.corpus
     return HubCausalLM(
         corpus,
         source,
         vocab_size=corpus.vocab_size if chosen.other_tokenizer else max(source.vocab_size, corpus.vocab_size),
+        # LoRA keeps the base's weights in the dtype in which they are stored.
         dtype=None if config.lora.rank else _DTYPES.get(config.precision, torch.float32),
         pretrained=model_config.pretrained,
         sources=_sources({name: source.revision, config.dataset_name: chosen.revision}),
@@ -617,6 +629,7 @@ def corpus_for(
     else:
         tokenizer = own()
     packing, prompt_packing = _packings(config, context)
+    # Prepared shards are read as they are; a --tokenizer must be the one that they were prepared with.
     if is_prepared(name):
         corpus, index = open_shards(name, packing)
         trains = isinstance(tokenizer, TokenizerToTrain)
@@ -632,6 +645,7 @@ def corpus_for(
         request = DataRequest(name, data.subset, data.split, data.revision, *columns, data.skip)
         rows = open_rows(request, say)
     else:
+        # Plain text has no prompts or conversations.
         rows = plain_rows(name, data.skip, say)
         prompt_packing = None
     options: dict[str, Any] = {"cache": cache, "say": say, "prompt_packing": prompt_packing}
@@ -645,22 +659,22 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
     Prepared shards decide what is "auto".
     """
     data = config.data
-    kind = config.data.packing
+    scheme = config.data.packing
     length = int(config.seq_len)
     rest = data.evaluation, data.labels
-    is_open = kind == "auto", is_auto(config, "seq_len")
+    is_open = scheme == "auto", is_auto(config, "seq_len")
     length = min(length, context or length) if is_open[1] else length
     if is_prepared(config.dataset_name) and any(is_open):
         stored = Packing(**read_index(Path(config.dataset_name).expanduser())["packing"])
-        kind = stored.kind if is_open[0] else kind
-        return Packing(kind, stored.seq_len if is_open[1] and kind != "stream" else length, *rest), None
+        scheme = stored.kind if is_open[0] else scheme
+        return Packing(scheme, stored.seq_len if is_open[1] and scheme != "stream" else length, *rest), None
     if is_open[1]:
-        long = min(_PROMPT_TOKENS, context or _PROMPT_TOKENS)
+        prompt_length = min(_PROMPT_TOKENS, context or _PROMPT_TOKENS)
     else:
-        long = length
-    apart = "padded" if is_open[0] else kind
-    packing = Packing("stream" if is_open[0] else kind, length, *rest)
-    other = Packing(apart, long if apart in ("padded", "documents") else length, *rest)
+        prompt_length = length
+    prompt_scheme = "padded" if is_open[0] else scheme
+    packing = Packing("stream" if is_open[0] else scheme, length, *rest)
+    other = Packing(prompt_scheme, prompt_length if prompt_scheme in ("padded", "documents") else length, *rest)
     return packing, None if other == packing else other
 
 

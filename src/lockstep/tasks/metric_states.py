@@ -24,12 +24,14 @@ def merge(metric: Any, states: list[dict[str, Any]]) -> None:
     """
     metric.reset()
     if _merges_itself(metric):
-        for state in reversed(states):  # merge_state prepends
+        # `merge_state` puts the other state before the metric's own, so the last one comes first.
+        for state in reversed(states):
             metric.merge_state(state)
         return
     for name, reduction in metric._reductions.items():
         values = [_to_device(state[name], metric.device) for state in states]
         setattr(metric, name, _merge_values(values, reduction))
+    # Private in torchmetrics: without a count `compute` warns that nothing was added.
     metric._update_count = len(states)
     metric._computed = None
 
@@ -42,9 +44,9 @@ def obstacle(metric: Any, state: dict[str, Any]) -> str:
     """
     if _merges_itself(metric):
         return ""
-    if any(hasattr(each, "metric_state") for each in list(metric.modules())[1:]):
+    if any(hasattr(child, "metric_state") for child in list(metric.modules())[1:]):
         return "it contains other metrics: return each of them separately"
-    # A test covers each of them
+    # The classes of torchmetrics itself can be merged: a test covers each of them.
     from_torchmetrics = type(metric).__module__.partition(".")[0] == _PACKAGE
     if not from_torchmetrics and getattr(metric, "full_state_update", None) is not False:
         return "its `full_state_update` is not False: set it to False if `update` needs no earlier batch"
@@ -61,8 +63,8 @@ def obstacle(metric: Any, state: dict[str, Any]) -> str:
 
 
 def _merges_itself(metric: Any) -> bool:
-    own: Any = getattr(type(metric), "merge_state", None)
-    inherited = own is None or own.__module__ == f"{_PACKAGE}.metric"
+    method: Any = getattr(type(metric), "merge_state", None)
+    inherited = method is None or method.__module__ == f"{_PACKAGE}.metric"
     return not (isinstance(metric, nn.Module) and inherited)
 
 
@@ -70,7 +72,7 @@ def _merge_values(values: list[Any], reduction: Any) -> Any:
     """Merge the states of one name, as torchmetrics does between ranks."""
     rule = getattr(reduction, "__name__", "")
     if isinstance(values[0], list):
-        return [each for value in values for each in value]
+        return [item for value in values for item in value]
     if rule == "dim_zero_cat":
         return torch.cat([value.reshape(1) if not value.ndim else value for value in values])
     together = torch.stack(values)
@@ -90,10 +92,11 @@ def _merge_values(values: list[Any], reduction: Any) -> Any:
 
 
 def _same(value: Any, default: Any) -> bool:
+    # The state was read from JSON, so it is in host memory.
     return isinstance(value, Tensor) and isinstance(default, Tensor) and torch.equal(value.cpu(), default.cpu())
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    return [each.to(device) for each in value]
+    return [tensor.to(device) for tensor in value]

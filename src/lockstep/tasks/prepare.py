@@ -4,7 +4,7 @@
     corpus, index = open_shards("wiki-tokens", packing)         # lockstep train --dataset-name wiki-tokens
 
 A shard holds the samples of a range of the data, in the files of `token_store`. Data, tokenizer and flags alone decide
-its content, never the number of processes. `NAME.json` beside a shard is written last and has its counts and checksums:
+its content, never the number of processes. `NAME.json` of a shard is written last and has its counts and checksums:
 a second call writes only what is missing. `tokens.json` is written when all shards are there.
 """
 
@@ -59,19 +59,23 @@ __all__ = [
 
 
 INDEX = "tokens.json"
+# A lockstep that reads another format refuses the shards.
 _FORMAT = "lockstep tokens 2"
 _JOB = "job.json"
-_TOKENIZER = "tokenizer"  # folder of the tokenizer's files
-_MIN_VOCABULARY = 257  # every byte, and the separator
+# Folder of the tokenizer's files.
+_TOKENIZER = "tokenizer"
+# One token for every byte, and the separator.
+_MIN_VOCABULARY = 257
 _SPLITS = ("train", "evaluation")
-_LINE_SECONDS = 5.0  # between two lines of progress
+# Seconds between two lines of progress.
+_LINE_SECONDS = 5.0
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to prepare.
+    """Settings of `lockstep data prepare`.
 
     Attributes:
         request: the data.
@@ -146,6 +150,7 @@ def _prepare(job: Job, tokenizer: Tokenizer | TokenizerToTrain, processes: int, 
     for split in _SPLITS:
         for number in range(len(getattr(ranges, split))):
             shards.append(_Shard(split, number))
+    # A restart keeps the shards that an earlier call finished.
     written = {shard: facts_of_shard for shard in shards if (facts_of_shard := _read_facts(folder, shard))}
     missing = [shard for shard in shards if shard not in written]
     if written:
@@ -169,10 +174,10 @@ def _opened(job: Job) -> tuple[DocumentRanges, Tokenizer]:
 
 def _stored_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
     """Open the tokenizer that is stored with the shards."""
-    own = folder / _TOKENIZER
-    if (own / "tokenizer.json").is_file() and not (own / "tokenizer_config.json").is_file():
-        return ByteBPE.load(own / "tokenizer.json")
-    return HubTokenizer(str(own), trust_remote_code=trust_remote_code, cache=folder, say=lambda line: None)
+    tokenizer_folder = folder / _TOKENIZER
+    if (tokenizer_folder / "tokenizer.json").is_file() and not (tokenizer_folder / "tokenizer_config.json").is_file():
+        return ByteBPE.load(tokenizer_folder / "tokenizer.json")
+    return HubTokenizer(str(tokenizer_folder), trust_remote_code=trust_remote_code, cache=folder, say=lambda line: None)
 
 
 def trained_size(tokenizer: str) -> int:
@@ -181,8 +186,8 @@ def trained_size(tokenizer: str) -> int:
     Raises:
         ConfigError: VOCAB is no number, or too small.
     """
-    kind, colon, size = tokenizer.partition(":")
-    if kind != "train" or not colon:
+    prefix, colon, size = tokenizer.partition(":")
+    if prefix != "train" or not colon:
         return 0
     if not size.isascii() or not size.isdigit() or int(size) < _MIN_VOCABULARY:
         raise ConfigError(
@@ -207,7 +212,8 @@ def named_tokenizer(name: str, trust_remote_code: bool, cache: Path, say: Say) -
 def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain) -> dict[str, Any]:
     """Return everything that decides the content of the shards."""
     packing = asdict(job.packing)
-    if job.packing.kind == "stream":  # windows of any length share the files
+    # Windows of any length share the files.
+    if job.packing.kind == "stream":
         del packing["seq_len"]
     trained = isinstance(tokenizer, TokenizerToTrain)
     return {
@@ -219,7 +225,7 @@ def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTra
     }
 
 
-# What a user reads of each part of a job's key.
+# The flags to name in a message, for each entry of a job's key.
 _LABELS = {
     "format": "format",
     "data": "data",
@@ -256,11 +262,11 @@ def _begin(
     if (folder / _JOB).is_file():
         facts: dict[str, Any] = json.loads((folder / _JOB).read_bytes())["facts"]
         return facts
-    own = folder / _TOKENIZER
-    own.mkdir(exist_ok=True)
-    known, facts = begin_corpus(ranges.train, ranges.prompts, tokenizer, job.packing, own, say)
+    tokenizer_folder = folder / _TOKENIZER
+    tokenizer_folder.mkdir(exist_ok=True)
+    known, facts = begin_corpus(ranges.train, ranges.prompts, tokenizer, job.packing, tokenizer_folder, say)
     if isinstance(known, HubTokenizer):
-        known.save(own)
+        known.save(tokenizer_folder)
     facts |= {"tokenizer": getattr(known, "fingerprint", ""), "named": job.tokenizer}
     write_whole(folder / _JOB, json.dumps({"key": key, "facts": facts}, indent=2) + "\n")
     return facts
@@ -274,10 +280,10 @@ def _write_all(
         for shard in shards:
             yield shard, _write_shard(job, facts, shard)
         return
-    # Not forked: the tokenizers' threads and open tables would not survive it.
+    # Spawned, not forked: the tokenizers' threads and the open tables do not survive a fork.
     context = multiprocessing.get_context("spawn")
     count = min(processes, len(shards))
-    # One core each; the processes inherit it
+    # One thread for each process, which inherits the variable: the processes share the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ProcessPoolExecutor(count, mp_context=context, initializer=_init_process) as pool:
         try:
@@ -300,8 +306,11 @@ def _write_all(
 
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back, here and in the processes that start meanwhile; it takes effect at the end."""
-    # Its start would let Ctrl-C through again
+    """Block Ctrl-C in a context, here and in the processes that start in it.
+
+    It takes effect at the end.
+    """
+    # Started first: `multiprocessing` unblocks SIGINT when it starts the resource tracker.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -311,22 +320,29 @@ def _hold_interrupts() -> Iterator[None]:
 
 
 def _init_process() -> None:
-    """Prepare a process that tokenizes: Ctrl-C ends it without a word, since the command says so."""
+    """Set up a process that tokenizes, so that Ctrl-C ends it without a message.
+
+    The command itself reports the interruption.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The parent blocks SIGINT while it starts processes, and they inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _write_shard(job: Job, facts: dict[str, Any], shard: _Shard) -> dict[str, Any]:
     """Write a shard's files, then its facts, and return these."""
     ranges, tokenizer = _opened(job)
-    part = getattr(ranges, shard.split)[shard.number]
+    documents = getattr(ranges, shard.split)[shard.number]
+    # Files get their names when they are complete on disk; the facts follow, and mark the shard as finished.
     work = job.folder / f".{shard.name}.{os.getpid()}"
     work.mkdir(exist_ok=True)
     began = time.perf_counter()
     flags = {"masked": facts["masked"], "prompts": facts["prompts"]}
     try:
-        counts = write_split(tokenizer, part, job.packing, work / f"{shard.name}.bin", **flags, progress=lambda _: None)
+        counts = write_split(
+            tokenizer, documents, job.packing, work / f"{shard.name}.bin", **flags, progress=lambda _: None
+        )
         files = {}
         for path in sorted(work.iterdir()):
             sync(path)
@@ -350,10 +366,10 @@ def _read_facts(folder: Path, shard: _Shard) -> dict[str, Any] | None:
     """Return the facts of a shard whose files are there in full length; else None."""
     try:
         facts: dict[str, Any] = json.loads(_facts_path(folder, shard).read_bytes())
-        whole = all((folder / name).stat().st_size == file["size"] for name, file in facts["files"].items())
+        complete = all((folder / name).stat().st_size == file["size"] for name, file in facts["files"].items())
     except (OSError, ValueError, KeyError):
         return None
-    if whole:
+    if complete:
         return facts
     return None
 
@@ -372,15 +388,15 @@ class _Progress:
     def add(self, counts: dict[str, Any]) -> None:
         self._done = self._done + 1
         self._tokens = self._tokens + counts["tokens"]
-        now = time.perf_counter()
-        if now - self._last < _LINE_SECONDS and self._done < self._missing:
+        current_time = time.perf_counter()
+        if current_time - self._last < _LINE_SECONDS and self._done < self._missing:
             return
-        self._last = now
-        seconds = max(now - self._began, 1e-9)
-        left = seconds / self._done * (self._missing - self._done)
+        self._last = current_time
+        seconds = max(current_time - self._began, 1e-9)
+        remaining = seconds / self._done * (self._missing - self._done)
         shards = self._total - self._missing + self._done
         if self._done < self._missing:
-            rest = f", about {_duration(left)} left"
+            rest = f", about {_duration(remaining)} left"
         else:
             rest = ""
         self._say(f"{shards} of {self._total} shards, {self._tokens / seconds:,.0f} tokens/s{rest}")
@@ -403,20 +419,20 @@ def _finish(
     index = {"format": _FORMAT, "name": job.request.name, "revision": ranges.revision, **facts}
     index |= {"packing": asdict(job.packing), "shards": {}, "files": {}}
     for split in _SPLITS:
-        own = [(shard, written[shard]) for shard in sorted(written) if shard.split == split]
-        index["shards"][split] = [shard.name for shard, _ in own]
+        split_shards = [(shard, written[shard]) for shard in sorted(written) if shard.split == split]
+        index["shards"][split] = [shard.name for shard, _ in split_shards]
         for name in ("documents", "tokens", "labels"):
-            index[name][split] = sum(counts[name] for _, counts in own)
-        for _, counts in own:
+            index[name][split] = sum(counts[name] for _, counts in split_shards)
+        for _, counts in split_shards:
             index["files"] |= counts["files"]
-        truncated, skipped = (sum(counts[name] for _, counts in own) for name in ("truncated", "skipped"))
+        truncated, skipped = (sum(counts[name] for _, counts in split_shards) for name in ("truncated", "skipped"))
         notes += [f"{truncated} examples of the {split} split truncated to --seq-len {job.packing.seq_len}"] * (
             truncated > 0
         )
         notes += [f"{skipped} examples of the {split} split skipped: no label within --seq-len"] * (skipped > 0)
     index["notes"] = notes
     index["fingerprint"] = xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
-    # A stream's windows may have any length: a run checks the one that it asks for.
+    # A stream's windows may have any length: a run checks its own.
     if job.packing.kind == "stream":
         packing = replace(job.packing, seq_len=1)
     else:
@@ -424,6 +440,7 @@ def _finish(
     corpus = _corpus(job.folder, index, packing, None)
     for split in _SPLITS:
         check_split(job.request.name, split, len(getattr(corpus, split)), index, packing)
+    # The index is written last: a folder without it is incomplete.
     write_whole(job.folder / INDEX, json.dumps(index, indent=1) + "\n")
     for shard in written:
         _facts_path(job.folder, shard).unlink()
@@ -467,19 +484,19 @@ def open_shards(name: str, packing: Packing) -> tuple[TokenCorpus, dict[str, Any
     """
     folder = Path(name).expanduser()
     index = read_index(folder)
-    own = Packing(**index["packing"])
-    if own.kind == "stream":
-        own = replace(own, seq_len=packing.seq_len)
-    if (own.kind, own.seq_len) != (packing.kind, packing.seq_len):
+    stored = Packing(**index["packing"])
+    if stored.kind == "stream":
+        stored = replace(stored, seq_len=packing.seq_len)
+    if (stored.kind, stored.seq_len) != (packing.kind, packing.seq_len):
         raise DataError(
-            f"--dataset-name {name}: prepared for --data.packing {own.kind} --seq-len {own.seq_len}; give these flags, "
-            "or prepare the data again"
+            f"--dataset-name {name}: prepared for --data.packing {stored.kind} --seq-len {stored.seq_len}; "
+            "give these flags, or prepare the data again"
         )
     if problem := next(iter(check_shards(folder, index, contents=False)), ""):
         raise DataError(f"--dataset-name {name}: {problem}")
-    corpus = _corpus(folder, index, own, _stored_tokenizer(folder))
+    corpus = _corpus(folder, index, stored, _stored_tokenizer(folder))
     for split in _SPLITS:
-        check_split(name, split, len(getattr(corpus, split)), index, own)
+        check_split(name, split, len(getattr(corpus, split)), index, stored)
     return corpus, index
 
 
@@ -508,7 +525,7 @@ def check_shards(folder: Path, index: dict[str, Any], *, contents: bool) -> Iter
 
 @contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Context manager that turns an error of the storage into one line."""
+    """Turn an error of the storage into one line, in a context."""
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class RowsMetric:
-    """Base of metrics whose state is a list of rows: merged, copied and reset alike.
+    """Base of metrics whose state is a list of rows.
 
     Attributes:
         several: `compute` of a subclass returns several numbers by name.
@@ -67,8 +67,10 @@ class RowsMetric:
 
 DIABETES = "builtin:diabetes"
 MODEL = "builtin:mlp"
-_NUMBERS = ("int", "uint", "float", "bool")  # begin the dtypes of numbers
-_LOOKED_AT = 1000  # values that show whether a column of text has numbers
+# Prefixes of the dtypes of numbers.
+_NUMBERS = ("int", "uint", "float", "bool")
+# Leading values that decide whether a column of text has numbers.
+_LOOKED_AT = 1000
 
 Say = Callable[[str], None]
 
@@ -83,7 +85,7 @@ class Columns:
 
 @final
 class Regression(Task):
-    """Task: a number for each row of a table.
+    """Task that predicts a number for each row of a table.
 
     Args:
         train, evaluation: the splits.
@@ -112,7 +114,7 @@ class Regression(Task):
     ) -> None:
         self._parts = {"train": train, "evaluation": evaluation}
         self._dropout = dropout
-        # exactly rounded sums: the same bits on every machine
+        # math.fsum rounds once, so the bits are the same on every machine.
         self._features = [_mean_and_spread(column) for column in zip(*train.rows, strict=True)]
         self._target = _mean_and_spread(train.targets)
         self._r2 = _R2(self._target[0])
@@ -144,8 +146,8 @@ class Regression(Task):
         Raises:
             KeyError: any other split.
         """
-        part = self._parts[split]
-        return TensorDataset(*(torch.tensor(each, dtype=torch.float64) for each in (part.rows, part.targets)))
+        columns = self._parts[split]
+        return TensorDataset(*(torch.tensor(values, dtype=torch.float64) for values in (columns.rows, columns.targets)))
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Return the squared error in units of the target's spread, summed over the rows."""
@@ -192,9 +194,11 @@ class _R2(RowsMetric):
 
     def compute(self) -> float:
         """Return R2 over all rows so far."""
+        # Waits for the device if the rows are there, at the end of an evaluation.
         columns = zip(*(row[0].tolist() for row in self._rows), strict=True)
         count, off, square, error = (math.fsum(column) for column in columns)
         spread = square - off * off / count
+        # A smaller spread is rounding: all targets are equal.
         if spread > 1e-12 * square:
             return 1 - error / spread
         return 0.0
@@ -218,7 +222,9 @@ def make(config: Config, say: Say) -> Regression:
         digest = "scikit-learn"
         kinds = dict.fromkeys(columns, "float64")
         parts = parted(len(columns["target"]), data.evaluation)
-        values = {key: tuple([column[row] for row in part] for part in parts) for key, column in columns.items()}
+        values = {
+            key: tuple([column[row] for row in row_numbers] for row_numbers in parts) for key, column in columns.items()
+        }
         target, features = _choose_columns(kinds, config, flag)
         numbered: tuple[Sequence[int], Sequence[int]] = parts
     elif name.startswith("builtin:"):
@@ -233,17 +239,19 @@ def make(config: Config, say: Say) -> Regression:
         digest = table.digest
         revision = table.revision
         numbered = table.rows
+    # The values of each split as numbers; an error names the row in the user's file.
     splits = []
-    for place, split in enumerate(("training", "evaluation")):
+    for index, split in enumerate(("training", "evaluation")):
         columns_of_split = {
             key: [
                 _number(key, row, value, split, flag)
-                for row, value in zip(numbered[place], values[key][place], strict=True)
+                for row, value in zip(numbered[index], values[key][index], strict=True)
             ]
             for key in (target, *features)
         }
         rows = [list(row) for row in zip(*(columns_of_split[key] for key in features), strict=True)]
         splits.append(Columns(rows, columns_of_split[target]))
+    # A resume with other columns or another split is refused by this digest.
     content = xxhash.xxh3_128_hexdigest(repr((digest, target, features, data.evaluation)).encode())
     return Regression(
         *splits,
@@ -281,7 +289,7 @@ def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Cal
 
 def _choose_columns(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
     """Choose the target's column, and the feature columns."""
-    numbers = [name for name, kind in kinds.items() if kind.startswith(_NUMBERS)]
+    numbers = [name for name, dtype in kinds.items() if dtype.startswith(_NUMBERS)]
     names = ", ".join(kinds) or "none"
     option = config.data.target_column
     defaults = [name for name in ("target", "y") if name in kinds]
@@ -303,25 +311,26 @@ def _choose_columns(kinds: dict[str, str], config: Config, flag: str) -> tuple[s
 
 
 def _check_others(table: HubTable, flag: str, say: Say) -> None:
-    """Say which columns are no features, since they have no numbers.
+    """Report the columns that are not features because they have no numbers.
 
     Raises:
         DataError: one of them has numbers, but for some values such as "?".
     """
-    others = {name: kind for name, kind in table.kinds.items() if not kind.startswith(_NUMBERS)}
-    for name in (name for name, kind in others.items() if kind.endswith("string")):
+    others = {name: dtype for name, dtype in table.kinds.items() if not dtype.startswith(_NUMBERS)}
+    for name in (name for name, dtype in others.items() if dtype.endswith("string")):
         begin = table.parts[0].select_columns([name])[:_LOOKED_AT][name]
+        # At most half of the values are numbers: it is a column of text.
         if 2 * sum(map(_is_number, begin)) <= len(begin):
             continue
         values = zip(table.rows, table.values(name), strict=True)
-        odd = ((row, value) for rows, own in values for row, value in zip(rows, own, strict=True))
+        odd = ((row, value) for rows, column_values in values for row, value in zip(rows, column_values, strict=True))
         row, value = next((row, value) for row, value in odd if not _is_number(value))
         raise DataError(
             f"{flag}: row {row} has {value!r} in the column '{name}', which has numbers else; fill in such values, "
             "remove the rows, or exclude the column with --data.feature-columns"
         )
     if others:
-        kinds = ", ".join(f"{name} ({kind})" for name, kind in others.items())
+        kinds = ", ".join(f"{name} ({dtype})" for name, dtype in others.items())
         say(f"{flag}: columns without numbers are not used: {kinds}")
 
 
@@ -342,7 +351,7 @@ def _number(column: str, row: int, value: Any, split: str, flag: str) -> float:
 
 
 def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation; 1 for the latter if all values are equal."""
+    """Return mean and standard deviation; 1 for the latter if all values are equal."""
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
     return mean, spread or 1.0

@@ -26,7 +26,9 @@ __all__ = [
 ]
 
 
+# Dtype of the model's parameters -> --precision.
 _PARAMETERS = {torch.float32: "float32", torch.bfloat16: "bf16-true", torch.float64: "float64"}
+# Checkpoints to keep if the Trainer keeps all.
 _NO_LIMIT = 10**6
 
 
@@ -114,16 +116,20 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
 
 
 def _argument_fields(args: Any) -> list[Any]:
-    """Return the fields of TrainingArguments or of trl's config, plus the known fields of classes derived from it."""
-    bases = [kind for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
-    bases += [kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments"]
-    own = {spec.name for spec in dataclasses.fields(next(iter(bases), type(args)))}
-    return [spec for spec in dataclasses.fields(args) if spec.name in own or spec.name in ARGUMENTS]
+    """Return the fields of the library's own class, and known ones of derived classes.
+
+    The class is TrainingArguments, or trl's config.
+    """
+    bases = [base for base in type(args).__mro__ if base.__module__.startswith("trl.")]
+    bases += [base for base in type(args).__mro__ if base.__name__ == "TrainingArguments"]
+    names = {spec.name for spec in dataclasses.fields(next(iter(bases), type(args)))}
+    return [spec for spec in dataclasses.fields(args) if spec.name in names or spec.name in ARGUMENTS]
 
 
 def _is_set(spec: Any, setting: Any) -> bool:
     if spec.name == "accelerator_config":
         return _changes_batching(setting)
+    # torch.compile's own defaults count as not set.
     if spec.name == "torch_compile_backend":
         return setting not in (None, "inductor")
     if spec.name == "torch_compile_mode":
@@ -213,9 +219,9 @@ def best_metric(trainer: Any) -> dict[str, Any]:
         sets = trainer.eval_dataset
     else:
         sets = {}
-    for each in sets:
-        if name.startswith(f"{each}_"):
-            name = f"{each}/{name.removeprefix(f'{each}_')}"
+    for set_name in sets:
+        if name.startswith(f"{set_name}_"):
+            name = f"{set_name}/{name.removeprefix(f'{set_name}_')}"
             break
     more = bool(args.greater_is_better)
     if name == "loss" and not more:
@@ -260,12 +266,15 @@ def _plateau(args: Any) -> dict[str, Any]:
 
     It is the only schedule that depends on the evaluations, so the task cannot compute it from the step.
     """
-    kind = value(args.lr_scheduler_type)
-    if kind == "greedy":
-        raise _unsupported("lr_scheduler_type", kind, "use another, or dataclasses.replace(config, optim=...)")
-    if kind != "reduce_lr_on_plateau":
+    scheduler_type = value(args.lr_scheduler_type)
+    if scheduler_type == "greedy":
+        raise _unsupported(
+            "lr_scheduler_type", scheduler_type, "use another, or dataclasses.replace(config, optim=...)"
+        )
+    if scheduler_type != "reduce_lr_on_plateau":
         return {}
     options = dict(args.lr_scheduler_kwargs or {})
+    # "rel" and 1e-4 are torch's defaults.
     relative = options.pop("threshold_mode", "rel") == "rel" and options.get("threshold", 1e-4)
     keys = {"factor", "patience", "cooldown", "mode", "threshold", "min_lr", "eps"}
     if relative or options.keys() - keys or not isinstance(options.get("min_lr", 0.0), int | float):

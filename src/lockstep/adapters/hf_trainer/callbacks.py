@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 PACKAGES = ("transformers.", "trl.")
+# Fields of TrainerControl by which a callback asks for something.
 _REQUESTS = ("should_log", "should_evaluate", "should_save", "should_training_stop")
 _EPOCH_STOP = "sets control.should_epoch_stop, which is not supported: set should_training_stop, or max_steps"
 
@@ -41,26 +42,31 @@ def callbacks_of(trainer: Any) -> list[Any]:
     Raises:
         ConfigError: one ends epochs early, which no run can do.
     """
-    own = [each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith(PACKAGES)]
-    for each in own:
-        if "should_epoch_stop" in _stored(each):
-            raise ConfigError(f"from_trainer: the callback {type(each).__name__} {_EPOCH_STOP}")
-    return own
+    user_callbacks = [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if not type(callback).__module__.startswith(PACKAGES)
+    ]
+    for callback in user_callbacks:
+        if "should_epoch_stop" in _stored(callback):
+            raise ConfigError(f"from_trainer: the callback {type(callback).__name__} {_EPOCH_STOP}")
+    return user_callbacks
 
 
 def _stored(callback: Any) -> set[str]:
     """Return the attributes that a callback's methods assign, of any object."""
-    kinds = [kind for kind in type(callback).__mro__ if kind is not object]
+    kinds = [base for base in type(callback).__mro__ if base is not object]
     codes = []
-    for kind in kinds:
-        for each in vars(kind).values():
-            if hasattr(each, "__code__"):
-                codes.append(each.__code__)
+    for base in kinds:
+        for attribute in vars(base).values():
+            if hasattr(attribute, "__code__"):
+                codes.append(attribute.__code__)
+    # Read from the bytecode: a callback cannot be called just to see what it sets.
     return {
         instruction.argval
         for code in codes
-        for part in _nested(code)
-        for instruction in dis.get_instructions(part)
+        for block in _nested(code)
+        for instruction in dis.get_instructions(block)
         if instruction.opname == "STORE_ATTR"
     }
 
@@ -73,9 +79,9 @@ def _written(callback: Any) -> set[str]:
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _nested(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
 
 
 @final
@@ -95,10 +101,10 @@ class Events(Hooks):
         self._samples = samples
         self._evaluations = evaluations or Hooks()
         self._by_event: dict[str, list[Any]] = {}
-        for each in callbacks:
-            for name in _written(each):
-                self._by_event.setdefault(name, []).append(each)
-        self._requests = any(set(_REQUESTS) & _stored(each) for each in callbacks)
+        for callback in callbacks:
+            for name in _written(callback):
+                self._by_event.setdefault(name, []).append(callback)
+        self._requests = any(set(_REQUESTS) & _stored(callback) for callback in callbacks)
         self._length: TrainerLength | None = None
         self._size = 1
         self._epoch = -1
@@ -126,7 +132,7 @@ class Events(Hooks):
 
     @property
     def changes_epochs(self) -> bool:
-        """Whether a callback acts between two epochs, where it may change the data of the second."""
+        """Whether a callback acts between two epochs, so it may change the data."""
         return any(name in self._by_event for name in ("on_epoch_begin", "on_epoch_end"))
 
     def start_epoch(self, dataset: Any, epoch: int) -> None:
@@ -142,7 +148,7 @@ class Events(Hooks):
         if self._reports_evaluations:
             self._during_training("on_prediction_step")
 
-    # Of a step.
+    # Hooks of a step.
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
         self._tries = False
@@ -160,29 +166,31 @@ class Events(Hooks):
 
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
         trainer = self._trainer
-        done = step.global_step
+        global_step = step.global_step
         state = trainer.state
         control = trainer.control
         args = trainer.args
-        state.global_step, state.epoch = done, self._position(done)
+        state.global_step, state.epoch = global_step, self._position(global_step)
         every = {}
         for name in ("logging", "eval", "save"):
             every[name] = value(getattr(args, f"{name}_strategy"))
-        is_first = done == 1 and args.logging_first_step
+        is_first = global_step == 1 and args.logging_first_step
         control.should_log = is_first or (record is not None and every["logging"] == "steps")
         control.should_evaluate = due.evaluate and every["eval"] == "steps"
         control.should_save = due.save and every["save"] == "steps"
-        control.should_training_stop |= done >= state.max_steps
+        control.should_training_stop |= global_step >= state.max_steps
         self._event("on_step_end")
-        self._agree(context)  # collective
+        # Collective over all ranks: a callback of any rank may ask for something.
+        self._agree(context)
         self._log_step(context, step, record)
         # What a callback asks for at the end of an epoch follows its last step.
-        if (self._requests or "epoch" in every.values()) and self._epochs(done) > self._epoch:
+        if (self._requests or "epoch" in every.values()) and self._epochs(global_step) > self._epoch:
             control.should_log |= every["logging"] == "epoch"
             control.should_evaluate |= due.evaluate and every["eval"] == "epoch"
             control.should_save |= due.save and every["save"] == "epoch"
             self._end_epoch()
-            self._agree(context)  # collective
+            # Collective over all ranks: a callback of any rank may ask for something.
+            self._agree(context)
             self._log_step(context, step, record)
         control = trainer.control
         return Due(
@@ -201,16 +209,17 @@ class Events(Hooks):
         for name in sets or [""]:
             prefix = f"{name}/" if name else ""
             numbers = {}
-            for key, each in metrics.items():
+            for key, number in metrics.items():
                 if key.startswith(prefix):
-                    numbers[key.removeprefix(prefix)] = each
+                    numbers[key.removeprefix(prefix)] = number
             before = f"eval_{name}_" if name else "eval_"
-            logs = {f"{before}{key}": each for key, each in numbers.items() if key != "items"}
+            logs = {f"{before}{key}": number for key, number in numbers.items() if key != "items"}
             self._log(logs)
             self._trainer.control.should_evaluate = False
             self._event("on_evaluate", metrics=logs)
             self._note_best(logs, done)
-        self._agree(context)  # collective
+        # Collective over all ranks: a callback of any rank may ask for something.
+        self._agree(context)
         return bool(self._trainer.control.should_save)
 
     def after_save(self, done: int) -> None:
@@ -223,7 +232,7 @@ class Events(Hooks):
         if self._trainer.control.should_training_stop and done < self._trainer.state.max_steps:
             context.stop()
 
-    # Of a run.
+    # Hooks of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
         trainer, self._tries, self._start = self._trainer, False, time.perf_counter()
@@ -231,26 +240,26 @@ class Events(Hooks):
         trainer.state.log_history = list(stored.get("log_history", []))
         for name in ("best_metric", "best_global_step"):
             setattr(trainer.state, name, stored.get(name))
-        for each in self._callbacks:
-            for name, attribute in stored.get("callbacks", {}).get(type(each).__name__, {}).items():
-                setattr(each, name, attribute)
+        for callback in self._callbacks:
+            for name, attribute in stored.get("callbacks", {}).get(type(callback).__name__, {}).items():
+                setattr(callback, name, attribute)
         trainer.state.global_step, trainer.state.epoch, self._logged = done, self._position(done), done
-        # once, also where the run goes back to a checkpoint
+        # Called once, even if the run is rolled back to a checkpoint.
         if not self._begun:
             self._begun = True
             trainer.control.should_training_stop = False
             self._event("on_train_begin")
 
     def before_save(self, state: dict[str, Any], done: int) -> None:
-        own = self._trainer.state
+        trainer_state = self._trainer.state
         stateful = {}
-        for each in self._callbacks:
-            if _is_stateful(each):
-                stateful[type(each).__name__] = each.state()["attributes"]
+        for callback in self._callbacks:
+            if _is_stateful(callback):
+                stateful[type(callback).__name__] = callback.state()["attributes"]
         state["trainer"] = {
-            "log_history": own.log_history,
-            "best_metric": own.best_metric,
-            "best_global_step": own.best_global_step,
+            "log_history": trainer_state.log_history,
+            "best_metric": trainer_state.best_metric,
+            "best_global_step": trainer_state.best_global_step,
             "callbacks": stateful,
         }
 
@@ -294,40 +303,51 @@ class Events(Hooks):
         if not callbacks:
             return
         more |= {"processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
-        more |= {each: _Absent(each) for each in ("lr_scheduler", "train_dataloader", "eval_dataloader")}
+        more |= {entry: _Absent(entry) for entry in ("lr_scheduler", "train_dataloader", "eval_dataloader")}
         with generators_kept():
-            for each in callbacks:
-                own = getattr(each, name)(trainer.args, trainer.state, trainer.control, model=trainer.model, **more)
-                trainer.control = own or trainer.control
+            for entry in callbacks:
+                new_control = getattr(entry, name)(
+                    trainer.args, trainer.state, trainer.control, model=trainer.model, **more
+                )
+                trainer.control = new_control or trainer.control
                 if trainer.control.should_epoch_stop:
-                    raise ConfigError(f"from_trainer: the callback {type(each).__name__} {_EPOCH_STOP}")
+                    raise ConfigError(f"from_trainer: the callback {type(entry).__name__} {_EPOCH_STOP}")
 
     def _agree(self, context: RunContext) -> None:
-        """Do on every rank what a callback asks for on one. Collective if a callback asks for anything."""
+        """Do on every rank what a callback asks for on one. Collective.
+
+        Nothing is exchanged if no callback can ask for anything.
+        """
         if not self._requests:
             return
         control = self._trainer.control
-        rows = context.gather([bool(getattr(control, name)) for name in _REQUESTS])  # collective
+        # Collective over all ranks, once or twice a step.
+        rows = context.gather([bool(getattr(control, name)) for name in _REQUESTS])
         for name, asked in zip(_REQUESTS, map(any, zip(*rows, strict=True)), strict=True):
             setattr(control, name, asked)
 
     def _log_step(self, context: RunContext, step: Any, record: Mapping[str, float] | None) -> None:
-        """Log the step's numbers if that is asked for; outside the schedule the loss is the step's own."""
+        """Log the step's numbers if that is asked for.
+
+        Outside the logging schedule the loss is the step's own.
+        """
         control = self._trainer.control
-        done = step.global_step
-        if not control.should_log or done <= self._logged:
+        global_step = step.global_step
+        if not control.should_log or global_step <= self._logged:
             return
-        self._logged = done
+        self._logged = global_step
         if record is None:
-            logs = {"loss": step.loss, "grad_norm": step.norm}  # collective
+            # Collective over all ranks, which agreed on logging: the numbers are reduced on demand.
+            logs = {"loss": step.loss, "grad_norm": step.norm}
             context.log({"loss": logs["loss"]})
-            numbers = step.numbers  # collective
+            # Collective over all ranks, as above.
+            numbers = step.numbers
         else:
             logs = {"loss": record["running_loss"], "grad_norm": record["grad_norm"]}
             numbers = {}
-            for name, each in record.items():
+            for name, number in record.items():
                 if name.startswith("train/"):
-                    numbers[name.removeprefix("train/")] = each
+                    numbers[name.removeprefix("train/")] = number
         self._losses.append(logs["loss"])
         self._log({**logs, "learning_rate": step.lr, **numbers})
 
@@ -347,16 +367,16 @@ class Events(Hooks):
         if name not in metrics:
             return
         best = state.best_metric
-        now = metrics[name]
-        if best is None or (now > best if args.greater_is_better else now < best):
-            state.best_metric = now
+        current = metrics[name]
+        if best is None or (current > best if args.greater_is_better else current < best):
+            state.best_metric = current
             state.best_global_step = done
             if value(args.save_strategy) == "best":
                 self._trainer.control.should_save = True
 
 
 def _is_stateful(callback: Any) -> bool:
-    return any(kind.__name__ == "ExportableState" for kind in type(callback).__mro__)
+    return any(base.__name__ == "ExportableState" for base in type(callback).__mro__)
 
 
 @final

@@ -50,15 +50,16 @@ def settings_of(trainer: Any, config: Config) -> Config:
         ConfigError: a callback that is not supported; the message names its class.
     """
     changes: dict[str, Any] = {}
-    for each in trainer.callback_handler.callbacks:
-        name = type(each).__name__
-        if not type(each).__module__.startswith(PACKAGES):
-            continue  # it is called
+    for callback in trainer.callback_handler.callbacks:
+        name = type(callback).__name__
+        if not type(callback).__module__.startswith(PACKAGES):
+            # `Events` calls the user's callbacks.
+            continue
         if name in _SINKS:
             changes[_SINKS[name]] = True
         elif name == _EARLY_STOPPING:
-            changes |= {"patience": int(each.early_stopping_patience)}
-            changes |= {"min_delta": float(each.early_stopping_threshold or 0.0)}
+            changes |= {"patience": int(callback.early_stopping_patience)}
+            changes |= {"min_delta": float(callback.early_stopping_threshold or 0.0)}
         elif name not in _REPLACED_BY_RUN:
             raise ConfigError(
                 f"from_trainer: the callback {name} is not supported: call trainer.remove_callback({name}), and do its "
@@ -78,11 +79,11 @@ def check_optimizer(trainer: Any) -> None:
     if trainer.optimizer is not None:
         return
     if trainer.optimizer_cls_and_kwargs is not None:
-        kind = trainer.optimizer_cls_and_kwargs[0]
-        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        factory = trainer.optimizer_cls_and_kwargs[0]
+        if not (isinstance(factory, type) and issubclass(factory, Optimizer)):
             raise ConfigError(
-                f"from_trainer: optimizer_cls_and_kwargs={getattr(kind, '__name__', kind)} is a factory, which is not "
-                "served: give a class of torch.optim.Optimizer"
+                f"from_trainer: optimizer_cls_and_kwargs={getattr(factory, '__name__', factory)} is a factory, "
+                "which is not served: give a class of torch.optim.Optimizer"
             )
         return
     name = value(trainer.args.optim)
@@ -118,14 +119,15 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
     callbacks = callbacks_of(trainer)
     config = settings_of(trainer, config_of(trainer, devices))
     check_micro_batches(trainer, config)
-    # Or it would divide counts among GPUs that lockstep gives a process each
+    # Private in transformers: above 1 the Trainer divides counts among GPUs of one process.
     trainer.args._n_gpu = 1
-    kind, batching = adapt(trainer, collator_of(trainer)) or _adapt(trainer, training)
-    task = kind(trainer, batching, training, evaluates=evaluates)
-    evaluations = task.hooks  # of a scheduler that follows them
+    task_class, batching = adapt(trainer, collator_of(trainer)) or _adapt(trainer, training)
+    task = task_class(trainer, batching, training, evaluates=evaluates)
+    # Hooks of a scheduler that follows evaluations.
+    evaluations = task.hooks
     if callbacks:
         task.hooks = task.events = Events(trainer, callbacks, len(training), evaluations)
-        # Else data are loaded ahead over the end of an epoch
+        # Set only if needed: it keeps data from being loaded ahead over the end of an epoch.
         if task.events.changes_epochs:
             task.start_epoch = task.events.start_epoch  # type: ignore[method-assign]
     return config, task
@@ -145,7 +147,7 @@ def _check_trainer(trainer: Any) -> None:
     """
     check_trl(trainer)
     if not any(
-        kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__
+        base.__name__ == "Trainer" and base.__module__.startswith("transformers.") for base in type(trainer).__mro__
     ):
         raise ConfigError(f"from_trainer takes a transformers.Trainer object, not {type(trainer).__name__}")
     name = type(trainer).__name__
@@ -156,12 +158,12 @@ def _check_trainer(trainer: Any) -> None:
     method = getattr(trainer.model, "quantization_method", None)
     if method not in (None, "bitsandbytes"):
         raise ConfigError(f"from_trainer: the model is quantised by {method}: use bitsandbytes, or load it unquantised")
-    own = [method for method in LOOP if is_own(trainer, method)]
-    if own:
+    overridden = [method for method in LOOP if is_own(trainer, method)]
+    if overridden:
         way = "do it in the loop of lockstep.Run, or compute it in `compute_loss`"
-        if own[0] == "get_train_dataloader":
+        if overridden[0] == "get_train_dataloader":
             way = "pass train_dataset and data_collator, and override `_get_train_sampler` for the order"
-        raise ConfigError(f"from_trainer: {name} overrides `{own[0]}`, which lockstep does not call: {way}")
+        raise ConfigError(f"from_trainer: {name} overrides `{overridden[0]}`, which lockstep does not call: {way}")
 
 
 def _evaluates(trainer: Any) -> bool:
@@ -172,13 +174,13 @@ def _evaluates(trainer: Any) -> bool:
     Raises:
         ConfigError: it has its own evaluation methods, and `eval_strategy` is not "no".
     """
-    own = [method for method in EVALUATION if is_own(trainer, method)]
-    if own and value(trainer.args.eval_strategy) != "no":
+    overridden = [method for method in EVALUATION if is_own(trainer, method)]
+    if overridden and value(trainer.args.eval_strategy) != "no":
         raise ConfigError(
-            f"from_trainer: {type(trainer).__name__} overrides `{own[0]}`, which lockstep does not call: set "
+            f"from_trainer: {type(trainer).__name__} overrides `{overridden[0]}`, which lockstep does not call: set "
             "eval_strategy='no', and call it after the training"
         )
-    return not own
+    return not overridden
 
 
 def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
@@ -191,9 +193,10 @@ def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
     """
     if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
         return False
+    # A collator may draw random numbers; the run's draws must not depend on this call.
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        batch = batching.collate([training[place] for place in range(min(2, len(training)))])
+        batch = batching.collate([training[index] for index in range(min(2, len(training)))])
     except LockstepError:
         raise
     except Exception as error:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 
+# Label of a token that is not predicted, as in transformers.
 IGNORED = -100
 
 
@@ -105,7 +106,7 @@ class Batching:
 
 @final
 class PairBatching:
-    """Collator and item count of pairs: the rows of chosen samples, then those of rejected ones.
+    """Collator and item count of pairs, whose chosen rows precede the rejected.
 
     Args:
         collator: a list of samples -> a batch.
@@ -142,8 +143,8 @@ _KINDS = ("predictions", "label_ids", "inputs", "losses")
 
 
 def of_transformers(trainer: Any) -> Any:
-    """Return the module that defines the Trainer class itself, whatever class derives from it."""
-    base = next(kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer")
+    """Return the module that defines the Trainer class itself, not a derived class."""
+    base = next(ancestor for ancestor in type(trainer).__mro__ if ancestor.__name__ == "Trainer")
     return sys.modules[base.__module__]
 
 
@@ -171,13 +172,13 @@ class Predictions(RowsMetric):
         module = of_transformers(self._trainer)
         args = self._trainer.args
         arrays = {}
-        for place, kind in enumerate(_KINDS):
+        for index, field_name in enumerate(_KINDS):
             container = module.EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100)
             for row in self._rows:
-                value = _unflatten(self._form[place], row)
+                value = _unflatten(self._form[index], row)
                 if value is not None:
                     container.add(value)
-            arrays[kind] = container.get_arrays()
+            arrays[field_name] = container.get_arrays()
         missing = {name for name in ("inputs", "losses") if arrays[name] is None}
         inputs = {name: value for name, value in arrays.items() if name not in missing}
         metrics = self._trainer.compute_metrics(module.EvalPrediction(**inputs))
@@ -191,8 +192,10 @@ class Predictions(RowsMetric):
 
 def _number(value: Any) -> float | None:
     try:
+        # Results of `compute_metrics` are usually in host memory; a tensor on a device is waited for.
         value = value.item() if hasattr(value, "item") else value
-    except (RuntimeError, ValueError):  # of more than one element
+    except (RuntimeError, ValueError):
+        # A tensor of several elements is no number.
         return None
     if isinstance(value, int | float):
         return float(value)
@@ -205,13 +208,13 @@ def _flatten(value: Any, row: list[Tensor]) -> Any:
         return None
     if isinstance(value, Tensor):
         value = value.detach()
-        # Waits for the device
+        # Waits for the device, once for each tensor of a micro-batch. NumPy has no bfloat16.
         row.append((value.float() if value.dtype is torch.bfloat16 else value).cpu())
         return len(row) - 1
     if isinstance(value, Mapping):
-        return {key: _flatten(each, row) for key, each in value.items()}
+        return {key: _flatten(item, row) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_flatten(each, row) for each in value)
+        return tuple(_flatten(item, row) for item in value)
     raise ConfigError(
         f"from_trainer: the model's outputs have a {type(value).__name__}, which compute_metrics cannot receive: "
         "select its inputs with preprocess_logits_for_metrics"
@@ -222,7 +225,7 @@ def _unflatten(form: Any, row: list[Tensor]) -> Any:
     if isinstance(form, int):
         return row[form]
     if isinstance(form, dict):
-        return {key: _unflatten(each, row) for key, each in form.items()}
+        return {key: _unflatten(item, row) for key, item in form.items()}
     if isinstance(form, tuple):
-        return tuple(_unflatten(each, row) for each in form)
+        return tuple(_unflatten(item, row) for item in form)
     return None

@@ -24,13 +24,15 @@ __all__ = [
 ]
 
 
-YAML = (".yaml", ".yml")  # of a script that reads it by `--config`, with trl's parser
+# Suffixes of files that scripts read by `--config`, with trl's parser.
+YAML = (".yaml", ".yml")
 _P = TypeVar("_P", bound=argparse.ArgumentParser)
-_ALSO = ("task", "preset")  # options of any task that select it, or that its script decides
+# Options of any task that select it, or that the script decides.
+_ALSO = ("task", "preset")
 
 
 class Script(NamedTuple):
-    """A script that makes a Hugging Face Trainer, and the JSON or YAML file of its arguments."""
+    """Script that makes a Hugging Face Trainer, and the file of its arguments."""
 
     path: Path
     arguments: Path
@@ -77,7 +79,7 @@ def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | Non
 
 
 def _check_arguments(path: Path) -> None:
-    # The scripts recognise it by its suffix
+    # The scripts choose the parser by the suffix.
     if path.suffix not in (".json", *YAML):
         raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json, or in .yaml for a script of trl")
     try:

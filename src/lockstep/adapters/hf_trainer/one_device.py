@@ -3,7 +3,7 @@
     with one_device(trainer):
         trainer.create_optimizer()      # args.world_size is 1, as on one device
 
-`args.world_size`, `args.process_index`, `accelerator.num_processes` and their kin all read accelerate's state.
+`args.world_size`, `args.process_index` and `accelerator.num_processes` all read accelerate's state.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ _ONE_DEVICE = {"num_processes": 1, "process_index": 0, "local_process_index": 0}
 
 @contextlib.contextmanager
 def one_device(trainer: Any) -> Iterator[None]:
-    """Context manager in which accelerate's state has one process. No collective may run inside."""
+    """Give accelerate's state one process, in a context without collectives."""
     accelerator = getattr(trainer, "accelerator", None)
     states = [getattr(trainer.args, "distributed_state", None), getattr(accelerator, "state", None)]
-    # Each is shared by all instances
+    # Accelerate's state objects share one dict for each class.
     shared = [vars(state) for state in states if state is not None]
     before = [{name: state[name] for name in _ONE_DEVICE if name in state} for state in shared]
-    for state, own in zip(shared, before, strict=True):
-        state.update({name: _ONE_DEVICE[name] for name in own})
+    for state, saved in zip(shared, before, strict=True):
+        state.update({name: _ONE_DEVICE[name] for name in saved})
     try:
         yield
     finally:
-        for state, own in zip(shared, before, strict=True):
-            state.update(own)
+        for state, saved in zip(shared, before, strict=True):
+            state.update(saved)

@@ -22,10 +22,12 @@ LOOP = (
     *("training_step", "get_batch_samples", "get_train_dataloader", "create_optimizer_and_scheduler"),
     "_inner_training_loop",
 )
-EVALUATION = ("evaluate", "evaluation_loop", "get_eval_dataloader")  # of a run that evaluates
+# Methods of a subclass that a run with evaluations would not call.
+EVALUATION = ("evaluate", "evaluation_loop", "get_eval_dataloader")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 SAMPLING = ("random", "sequential", "group_by_length")
 SINKS = ("tensorboard", "wandb", "mlflow")
+# Callbacks of transformers and trl that are supported -> what becomes of them.
 CALLBACKS = {
     "EarlyStoppingCallback": "patience and min_delta of the Config",
     "TensorBoardCallback": "tensorboard of the Config",
@@ -158,14 +160,16 @@ debug | refused | guards.nonfinite names what is not finite: leave it out
 sortish_sampler | refused | batches by length would depend on the data: leave it out
 """)
 
-TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # those that are served
+# Trainers of trl that are supported.
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 # Trainers of trl that generate samples between their steps; its others are refused without this reason.
 GENERATING = (
     *("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer", "GKDTrainer"),
     *("GMPOTrainer", "GOLDTrainer", "GRPOTrainer", "IWOPDTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer"),
     *("RLOOTrainer", "SDFTTrainer", "SDPOTrainer", "ServerDistillationTrainer", "TPOTrainer", "XPOTrainer"),
 )
-BATCH_LOSSES = ("aot", "aot_unpaired", "sft")  # of DPO: sorted within a batch; a mean over tokens beside one over pairs
+# Losses of DPO that depend on the whole batch: sorted in it, or a mean over tokens next to one over pairs.
+BATCH_LOSSES = ("aot", "aot_unpaired", "sft")
 
 # What SFTConfig, DPOConfig and RewardConfig of trl add to TrainingArguments.
 TRL = rows("""

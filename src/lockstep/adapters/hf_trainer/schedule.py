@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-_GROUP_SETTINGS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")  # where schedulers store them
+# Entries of an optimizer's groups in which schedulers store settings.
+_GROUP_SETTINGS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 Make = Callable[[Optimizer, int], Any]
 
@@ -48,7 +49,7 @@ class SchedulerReplay:
         metric: of an evaluation, which the scheduler follows; "": it is a function of the step.
 
     Attributes:
-        hooks: tell the scheduler of evaluations; None for a function of the step.
+        hooks: pass the evaluations' metric to the scheduler; None for a function of the step.
     """
 
     def __init__(self, trainer: Any, make: Make, metric: str = "") -> None:
@@ -67,7 +68,7 @@ class SchedulerReplay:
         self._base = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        # The run may have made another optimizer for other parameters
+        # The run may make a new optimizer for other parameters; the schedule continues on it.
         if before := self._rates:
             self._make_rates().replay([list(entry) for entry in before.history], before.position)
 
@@ -105,12 +106,12 @@ class SchedulerReplay:
                 f"{type(error).__name__}: {line}"
             ) from error
         served = [Scheduler(scheduler, interval="step", monitor=self.metric or None)]
-        own = {"caller": "from_trainer", "shadow": scheduler.optimizer}
-        self._rates = Rates(self._optimizer, served, _each_step, self._step, **own)
+        options = {"caller": "from_trainer", "shadow": scheduler.optimizer}
+        self._rates = Rates(self._optimizer, served, _each_step, self._step, **options)
         return self._rates
 
     def _step(self, scheduler: Any, value: float | None) -> None:
-        # A LambdaLR may read the number of processes
+        # A LambdaLR may read the number of processes, which must be 1.
         with one_device(self._trainer):
             step_one(scheduler, value)
 
@@ -120,22 +121,23 @@ def _shadow_of(optimizer: Optimizer) -> Optimizer:
     groups = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "names")}
+        # An empty tensor in place of the group's parameters takes no memory.
         groups.append({**settings, "params": [torch.zeros(0, device="cpu")]})
     shadow = torch.optim.SGD(groups, lr=float(optimizer.param_groups[0]["lr"]))
-    # By which schedulers choose between momentum and betas
+    # Schedulers choose between momentum and betas by these.
     shadow.defaults = dict(optimizer.defaults)
     return shadow
 
 
 @final
 class _Evaluations(Hooks):
-    """Steps a scheduler after each evaluation; the metrics that it got are kept in the run's state."""
+    """Step a scheduler after each evaluation; the run's state keeps its metrics."""
 
     def __init__(self, schedule: SchedulerReplay) -> None:
         self._schedule = schedule
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
-        # The metric of the best model, which a run has checked
+        # The metric of the best model; the run has checked that evaluations have it.
         number = float(metrics[self._schedule.metric])
         self._schedule.watch(done, number)
         context.state.setdefault("watched", []).append([done, number])
@@ -222,11 +224,11 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def _plain(setting: Any) -> Any:
-    """Return a setting as JSON; of a function its name, of a partial one also its arguments."""
+    """Convert a setting to JSON; functions become names, partial ones also arguments."""
     if isinstance(setting, Mapping):
-        return {str(name): _plain(each) for name, each in setting.items()}
+        return {str(name): _plain(item) for name, item in setting.items()}
     if isinstance(setting, list | tuple):
-        return [_plain(each) for each in setting]
+        return [_plain(item) for item in setting]
     if isinstance(setting, functools.partial):
         return [_plain(setting.func), _plain(setting.args), _plain(setting.keywords)]
     if setting is None or isinstance(setting, bool | int | float | str):
@@ -243,14 +245,16 @@ def _name_of(setting: Any) -> str:
 def _follows_metric(scheduler: Any) -> bool:
     """Whether the Trainer steps it with the metric of each evaluation."""
     kinds = []
-    for kind in type(scheduler).__mro__:
-        if kind.__module__.startswith("transformers."):
-            kinds.append(kind)
-    return isinstance(scheduler, ReduceLROnPlateau) or any(kind.__name__ == "GreedyLR" for kind in kinds)
+    for base in type(scheduler).__mro__:
+        if base.__module__.startswith("transformers."):
+            kinds.append(base)
+    return isinstance(scheduler, ReduceLROnPlateau) or any(base.__name__ == "GreedyLR" for base in kinds)
 
 
 def _check(scheduler: Any, optimizer: Optimizer, what: str, *, may_follow: bool = False) -> None:
-    """Check that it is a scheduler of `optimizer`, and unless it may follow evaluations a function of the step.
+    """Check that a scheduler is supported, and belongs to `optimizer`.
+
+    Unless it may follow evaluations, it must be a function of the step.
 
     Raises:
         ConfigError: it is not.
@@ -274,19 +278,21 @@ def _check(scheduler: Any, optimizer: Optimizer, what: str, *, may_follow: bool 
 
 
 def _steps_taken(scheduler: Any) -> int:
-    """Return how often a scheduler was stepped; a chained one has no counter of its own."""
+    """Return how often a scheduler was stepped."""
     if hasattr(scheduler, "last_epoch"):
         parts = [scheduler]
     else:
+        # Private in torch: a ChainedScheduler has no counter of its own.
         parts = getattr(scheduler, "_schedulers", [])
-    return max((int(part.last_epoch) for part in parts), default=0)
+    return max((int(inner.last_epoch) for inner in parts), default=0)
 
 
 def _without_parameters(source: Any, optimizer: Optimizer) -> Any:
-    """Copy a scheduler or an optimizer, with empty tensors in the place of the optimizer's parameters."""
+    """Copy a scheduler or an optimizer, with empty tensors as its parameters."""
     parameters = []
     for group in optimizer.param_groups:
         parameters.extend(group["params"])
+    # deepcopy takes the empty tensors from its memo instead of copying the parameters.
     return copy.deepcopy(source, {id(parameter): torch.zeros(0, device="cpu") for parameter in parameters})
 
 

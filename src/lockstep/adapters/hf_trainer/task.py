@@ -47,9 +47,11 @@ __all__ = [
 ]
 
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added to parameter names by transformations
+# Prefixes that compilation and activation checkpointing add to parameter names.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Modules whose methods do not change a step; an override from elsewhere would not be called.
 _KNOWN_MODULES = ("transformers.", *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward")))
+# Arguments that change what is computed: a resume with others raises an error.
 FINGERPRINT_ARGUMENTS = (
     *("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("label_smoothing_factor", "data_seed", "train_sampling_strategy"),
@@ -65,9 +67,12 @@ class TrainerTask(Task):
     framework = "the Trainer"
     reduction = "micro-batch"
     item_name = "samples"
-    gathers = True  # a `compute_loss` may gather what it logs
-    autocast_scope = "float32 outputs"  # as Accelerate prepares the model
-    fingerprint_arguments: tuple[str, ...] = FINGERPRINT_ARGUMENTS  # those that change what is computed
+    # `compute_loss` may call collectives, to gather what it logs.
+    gathers = True
+    # As Accelerate prepares the model: autocast in the forward, float32 outputs.
+    autocast_scope = "float32 outputs"
+    # Subclasses add arguments of their own.
+    fingerprint_arguments: tuple[str, ...] = FINGERPRINT_ARGUMENTS
     events: Events | None = None
 
     def __init__(self, trainer: Any, batching: Batching | PairBatching, training: Any, *, evaluates: bool) -> None:
@@ -121,7 +126,9 @@ class TrainerTask(Task):
             return self._training
         dataset = self.trainer.eval_dataset if self._evaluates else None
         if isinstance(dataset, dict):
-            return {name: samples_of(self.trainer, each, f"eval_dataset['{name}']") for name, each in dataset.items()}
+            return {
+                name: samples_of(self.trainer, subset, f"eval_dataset['{name}']") for name, subset in dataset.items()
+            }
         if dataset is None:
             return None
         return samples_of(self.trainer, dataset, "eval_dataset")
@@ -134,7 +141,7 @@ class TrainerTask(Task):
         inputs = self.trainer._prepare_inputs(batch)
         items = self._items(inputs)
         takes = items is not None and self._takes("num_items_in_batch")
-        # the Trainer divides it
+        # A float: the Trainer divides it.
         if items is not None and takes:
             more = {"num_items_in_batch": items.float()}
         else:
@@ -173,7 +180,7 @@ class TrainerTask(Task):
             optimizer = self._recipe(model)
         else:
             optimizer = _create_optimizer(self.trainer, model)
-        # The fused kernel rounds by an element's place in its shard
+        # The fused kernel rounds differently by an element's position in its shard.
         if config.exact:
             for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
@@ -185,23 +192,24 @@ class TrainerTask(Task):
         return optimizer
 
     def order(self, samples: int, seed: int) -> Order | None:
-        """Return the Trainer's sample order: a permutation per epoch, the order of the data, or its own sampler's."""
+        """Return the Trainer's sample order: shuffled, sequential, or its own sampler's."""
         args = self.trainer.args
         sampling = getattr(args, "train_sampling_strategy", "random")
         if sampling == "sequential":
             return Sequential(samples)
         by_length = sampling == "group_by_length" or getattr(args, "group_by_length", False)
-        own = by_length or is_own(self.trainer, "_get_train_sampler")
-        sampler: Order | None = _sampler_of(self.trainer, self._training) if own else None
+        has_sampler = by_length or is_own(self.trainer, "_get_train_sampler")
+        sampler: Order | None = _sampler_of(self.trainer, self._training) if has_sampler else None
         if sampler is None:
             return EpochShuffled(samples, seed if args.data_seed is None else args.data_seed)
         return sampler
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context manager in which the Trainer takes itself for the only process."""
+        """Make the Trainer take itself for the only process, in a context."""
         args = self.trainer.args
         former = getattr(args, "average_tokens_across_devices", False)
+        # With it `compute_loss` would multiply the loss by the number of processes.
         args.average_tokens_across_devices = False
         try:
             yield
@@ -213,7 +221,7 @@ class TrainerTask(Task):
 
     def _takes(self, name: str) -> bool:
         parameters = self._loss_takes
-        return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 class LabelledTrainerTask(TrainerTask):
@@ -256,10 +264,10 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
         for key, option in group.items():
             if key not in ("params", "initial_lr"):
                 options[key] = option
-        # A scheduler has multiplied the other
+        # A scheduler that exists already has changed `lr`; `initial_lr` is the user's.
         options["lr"] = group.get("initial_lr", group["lr"])
         groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
-    kind, accepts = type(optimizer), inspect.signature(type(optimizer)).parameters
+    optimizer_class, accepts = type(optimizer), inspect.signature(type(optimizer)).parameters
     defaults = {key: option for key, option in optimizer.defaults.items() if key in accepts}
 
     def make(model: nn.Module) -> Optimizer:
@@ -267,7 +275,7 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
         members = []
         for group_names, options in groups:
             members.append({**options, "params": [parameters[name] for name in group_names]})
-        result: Optimizer = kind(members, **defaults)
+        result: Optimizer = optimizer_class(members, **defaults)
         return result
 
     return make
@@ -330,6 +338,7 @@ def _copied(model: nn.Module) -> nn.Module:
         ConfigError: it cannot be copied.
     """
     try:
+        # In host memory, once a run: a run that is rolled back to its start needs the initial state.
         return _copy_model(model).cpu()
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
@@ -340,7 +349,10 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model, and bind each replaced `forward` (trl's fused LM head) to the copy, what it wraps included."""
+    """Copy a model, and bind each replaced `forward` to the copy.
+
+    trl's fused LM head replaces one; what it wraps is bound to the copy too.
+    """
     copied = copy.deepcopy(model)
     twins = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
     for module, twin in zip(model.modules(), copied.modules(), strict=True):
@@ -351,7 +363,10 @@ def _copy_model(model: nn.Module) -> nn.Module:
 
 
 def _bind_to_twin(value: Any, twins: Mapping[int, nn.Module]) -> Any:
-    """Return a method of a copied module as its twin's, with the modules and methods in its closure replaced alike."""
+    """Return a copied module's method as its twin's.
+
+    Modules and methods in its closure are replaced in the same way.
+    """
     if isinstance(value, nn.Module):
         return twins.get(id(value), value)
     if not isinstance(value, MethodType) or id(value.__self__) not in twins:
@@ -360,6 +375,7 @@ def _bind_to_twin(value: Any, twins: Mapping[int, nn.Module]) -> Any:
     twin = twins[id(value.__self__)]
     if isinstance(function, FunctionType) and function.__closure__:
         cells = tuple(CellType(_bind_to_twin(cell.cell_contents, twins)) for cell in function.__closure__)
+        # copy.deepcopy does not copy functions, so the closure would still refer to the original modules.
         bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
         bound.__kwdefaults__ = function.__kwdefaults__
         bound.__dict__.update(function.__dict__)
@@ -383,4 +399,4 @@ def _plain(name: str) -> str:
 
 
 def _rows(batch: Any) -> int:
-    return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.ndim)
+    return next(len(tensor) for tensor in batch.values() if isinstance(tensor, Tensor) and tensor.ndim)

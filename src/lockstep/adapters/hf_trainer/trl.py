@@ -28,8 +28,10 @@ __all__ = [
 ]
 
 _SFT, _DPO, _REWARD = (f"trl.trainer.{name}" for name in ("sft_trainer", "dpo_trainer", "reward_trainer"))
-_SERVED = set(zip((_SFT, _DPO, _REWARD), TRL_TRAINERS, strict=True))  # a class of trl.experimental has the same name
-_COUNTED = ("num_tokens",)  # a total of the process, not a number of the batch
+# (module, class), since trl.experimental has classes of the same names.
+_SERVED = set(zip((_SFT, _DPO, _REWARD), TRL_TRAINERS, strict=True))
+# Totals of the process, not numbers of the batch.
+_COUNTED = ("num_tokens",)
 
 
 def check_trl(trainer: Any) -> None:
@@ -69,8 +71,8 @@ def check_micro_batches(trainer: Any, config: Config) -> None:
     parts = config.batch_size // config.micro_batch_size
     if origin is None or parts == 1:
         return
-    found = [name for name in getattr(trainer, "loss_types", ()) if name in BATCH_LOSSES]
-    setting = f"loss_type='{found[0]}'" if found else ""
+    batch_losses = [name for name in getattr(trainer, "loss_types", ()) if name in BATCH_LOSSES]
+    setting = f"loss_type='{batch_losses[0]}'" if batch_losses else ""
     if origin.__module__ == _SFT and trainer.aux_loss_enabled:
         setting = f"router_aux_loss_coef={trainer.router_aux_loss_coef}"
     if setting:
@@ -84,7 +86,7 @@ def check_micro_batches(trainer: Any, config: Config) -> None:
 def adapt(
     trainer: Any, collator: Callable[[list[Any]], Any]
 ) -> "tuple[type[TrainerTask], Batching | PairBatching] | None":
-    """Return the class of the task for a trainer of trl, and what counts its items; None for any other trainer."""
+    """Return the task's class and batching for a trainer of trl; None for others."""
     origin = _origin(trainer)
     if origin is None:
         return None
@@ -95,19 +97,20 @@ def adapt(
 
 
 def _origin(trainer: Any) -> Any:
-    """Return the class of trl that the trainer is, or is derived from; None: there is none."""
-    return next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
+    """Return the class of trl that the trainer is or derives from; else None."""
+    return next((base for base in type(trainer).__mro__ if base.__module__.startswith("trl.")), None)
 
 
 class _TrlTask(TrainerTask):
-    """A trainer of trl as a task: what it logs of a batch becomes a number beside the loss."""
+    """Task of a trainer of trl, with the numbers that it logs of a batch."""
 
     gathers = False
     fingerprint_arguments = (*FINGERPRINT_ARGUMENTS, *(name for name, row in TRL.items() if row.what == "its loss"))
 
+    # Read after the model is made. The base class has a plain attribute of this name.
     @property
-    def fixed_models(self) -> dict[str, nn.Module]:  # type: ignore[override]  # read after the model is made
-        """The reference model; it is no part of checkpoints, so the ranks must have made it alike."""
+    def fixed_models(self) -> dict[str, nn.Module]:  # type: ignore[override]
+        """The reference model, which checkpoints lack: the ranks must have made the same one."""
         reference = getattr(self.trainer, "ref_model", None)
         if reference is None:
             return {}
@@ -121,17 +124,18 @@ class _TrlTask(TrainerTask):
         return loss, {**self._numbers(batch), **metrics}
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
-        # The batch size may be another than the arguments'
+        # The run's batch size may differ from the arguments'.
         check_micro_batches(self.trainer, config)
         return super().optimizer(model, config)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context manager in which the trainer is alone, gathers nothing, and logs of this batch only."""
+        """Make the trainer gather nothing and log only this batch, in a context."""
         accelerator = self.trainer.accelerator
         self._forget()
-        # A router's loss, which is served in steps of one batch
+        # Read for a router's loss, which is supported only in steps of one batch.
         self.trainer.current_gradient_accumulation_steps = 1
+        # trl gathers what it logs over the ranks in each batch; the run sums it with the losses instead.
         accelerator.gather = accelerator.gather_for_metrics = _unchanged
         try:
             with super()._alone():
@@ -140,15 +144,18 @@ class _TrlTask(TrainerTask):
             del accelerator.gather, accelerator.gather_for_metrics
 
     def _numbers(self, batch: Any) -> dict[str, tuple[float, int]]:
-        """Take what trl has logged of the batch: name -> (sum, count), over the items of the loss."""
+        """Return and clear what trl logged of the batch: name -> (sum, count).
+
+        Sums are over the items of the loss.
+        """
         logged = {}
         for kept in self.trainer._metrics.values():
             for name, values in kept.items():
                 logged[name] = values[-1]
         self._forget()
-        # The device has nothing left to do: trl has read its numbers
+        # trl has read its numbers already, so counting does not wait for the device.
         items = self._batching.count(batch)
-        return {name: (float(each) * items, items) for name, each in logged.items() if name not in _COUNTED}
+        return {name: (float(mean) * items, items) for name, mean in logged.items() if name not in _COUNTED}
 
     def _forget(self) -> None:
         for kept in self.trainer._metrics.values():
@@ -157,12 +164,12 @@ class _TrlTask(TrainerTask):
 
 @final
 class _LabelsTask(_TrlTask, LabelledTrainerTask):
-    """An SFTTrainer: its loss and its numbers are means over labels."""
+    """Task of an SFTTrainer; its loss and its numbers are means over labels."""
 
 
 @final
 class _PairsTask(_TrlTask):
-    """A DPOTrainer or RewardTrainer: its loss and its numbers are means over pairs, one a sample."""
+    """Task of a DPOTrainer or RewardTrainer, with means over pairs, one a sample."""
 
     item_name = "pairs"
 

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 
+# Lightning's precision -> --precision.
 _PRECISIONS = {
     "32-true": "float32",
     "32": "float32",
@@ -36,6 +37,7 @@ _PRECISIONS = {
     "64-true": "float64",
     "64": "float64",
 }
+# Settings that the module's trainer gets unchanged.
 _PLAIN = (
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "min_epochs"),
     *("log_every_n_steps", "check_val_every_n_epoch", "val_check_interval", "fast_dev_run", "default_root_dir"),
@@ -50,11 +52,12 @@ def check_arguments(trainer: Any) -> None:
     Raises:
         ConfigError: an argument is set and not served; one line that names it.
     """
+    # Lightning keeps some arguments only in private attributes.
     connector = trainer._accelerator_connector
     plugins = [getattr(connector, name, None) for name in ("_precision_plugin_flag", "_cluster_environment_flag")]
     plugins.append(getattr(connector, "checkpoint_io", None))
     algorithm = trainer.gradient_clip_algorithm
-    timer = next((each for each in trainer.callbacks if type(each).__name__ == "Timer"), None)
+    timer = next((extension for extension in trainer.callbacks if type(extension).__name__ == "Timer"), None)
     set_ = {
         "min_epochs": trainer.min_epochs,
         "min_steps": trainer.min_steps,
@@ -65,7 +68,7 @@ def check_arguments(trainer: Any) -> None:
         if type(trainer.profiler).__name__ == "PassThroughProfiler"
         else type(trainer.profiler).__name__,
         "detect_anomaly": trainer._detect_anomaly,
-        "plugins": next((type(each).__name__ for each in plugins if each is not None), None),
+        "plugins": next((type(extension).__name__ for extension in plugins if extension is not None), None),
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
         "model_registry": getattr(trainer, "_model_registry", None),
     }
@@ -84,7 +87,7 @@ def refused(name: str, setting: Any, why: str) -> ConfigError:
 
 
 def describe(stand_in: Standing, trainer: Any) -> None:
-    """Copy the real Trainer's settings to the stand-in that the module sees."""
+    """Copy the real Trainer's settings to the trainer that the module sees."""
     if trainer is None:
         return
     for name in _PLAIN:
@@ -117,12 +120,17 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
     data: dict[str, Any] = {"workers": train.workers}
     if train.prefetch:
         data["prefetch"] = train.prefetch
+    # A step combines the batches of all devices and of accumulation, so drop_last drops whole steps.
     samples = train.positions
     if train.drop_last and samples % batch_size and samples >= batch_size:
         fields["limit_train_batches"] = samples // batch_size
     if loaders.validation:
-        first = next(iter(loaders.validation.values()))
-        fields |= {"eval_freq": "1epoch", "eval_micro_batch_size": first.batch_size, "eval_workers": first.workers}
+        validation = next(iter(loaders.validation.values()))
+        fields |= {
+            "eval_freq": "1epoch",
+            "eval_micro_batch_size": validation.batch_size,
+            "eval_workers": validation.workers,
+        }
     if trainer is not None:
         fields |= _of_trainer(trainer, devices, evaluates=bool(loaders.validation))
         optim["clip"] = float(trainer.gradient_clip_val or 0.0)
@@ -132,6 +140,7 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
 
 def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
+        # 50 is Lightning's default.
         "log_freq": max(1, int(trainer.log_every_n_steps or 50)),
         "precision": _PRECISIONS[str(trainer.precision)],
         **_length(trainer),
@@ -142,6 +151,7 @@ def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any
     if type(trainer.accelerator).__name__ == "CPUAccelerator":
         fields["device"] = "cpu"
     strategy = type(trainer.strategy).__name__.removesuffix("Strategy").lower()
+    # Without a launcher there is one process, whatever the strategy.
     if strategy in ENGINES and "RANK" in os.environ:
         fields["engine"] = strategy
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -190,7 +200,7 @@ def _evaluations(trainer: Any) -> Any:
     """Return the interval between evaluations, in steps or epochs."""
     every = trainer.check_val_every_n_epoch or 1
     interval = trainer.val_check_interval
-    # 1.0 is an epoch, and 1 a batch
+    # In Lightning 1.0 means an epoch, and 1 a batch.
     is_partial = isinstance(interval, int) or interval < 1.0
     if is_partial and every > 1:
         raise refused(

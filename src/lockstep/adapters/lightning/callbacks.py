@@ -45,12 +45,17 @@ def callbacks_of(module: Any, trainer: Any) -> list[Any]:
     if written(module, "configure_callbacks"):
         more = module.configure_callbacks() or []
         more = list(more) if isinstance(more, list | tuple) else [more]
-        replaced = tuple({type(each) for each in callbacks if type(each).__name__ != "Callback"})
-        replaced = tuple(kind for kind in replaced if any(issubclass(type(each), kind) for each in more))
-        callbacks = [each for each in callbacks if type(each) not in replaced] + more
+        # A callback of `configure_callbacks` replaces the Trainer's of its class, or of a base class.
+        replaced = tuple({type(callback) for callback in callbacks if type(callback).__name__ != "Callback"})
+        replaced = tuple(
+            callback_class
+            for callback_class in replaced
+            if any(issubclass(type(callback), callback_class) for callback in more)
+        )
+        callbacks = [callback for callback in callbacks if type(callback) not in replaced] + more
     checks = trainer is None or bool(trainer.num_sanity_val_steps)
-    for each in filter(is_served, callbacks):
-        _check(each, sanity_checks=checks)
+    for callback in filter(is_served, callbacks):
+        _check(callback, sanity_checks=checks)
     return callbacks
 
 
@@ -58,7 +63,7 @@ def _check(callback: Any, *, sanity_checks: bool) -> None:
     name = type(callback).__name__
     if kind_of(callback, "Callback") is None:
         raise ConfigError(f"from_lightning: the callback {name} is no lightning Callback: derive it from Callback")
-    base = next(kind for kind in type(callback).__mro__ if f"{kind.__module__}.".startswith(PACKAGES))
+    base = next(ancestor for ancestor in type(callback).__mro__ if f"{ancestor.__module__}.".startswith(PACKAGES))
     if base.__name__ not in ("Callback", "LambdaCallback"):
         raise ConfigError(
             f"from_lightning: the callback {name} derives from {base.__name__}, whose work the run does itself: derive "
@@ -80,11 +85,11 @@ class Served:
 
     def __init__(self, callbacks: list[Any], stoppers: Sequence[Any] = ()) -> None:
         self.stoppers = stoppers
-        self._callbacks = [each for each in callbacks if is_served(each)]
+        self._callbacks = [callback for callback in callbacks if is_served(callback)]
         self._by_hook: dict[str, list[Any]] = {}
-        for each in self._callbacks:
-            for name in own_methods(each):
-                self._by_hook.setdefault(name, []).append(each)
+        for callback in self._callbacks:
+            for name in own_methods(callback):
+                self._by_hook.setdefault(name, []).append(callback)
         for name in ("state_dict", "load_state_dict") if stoppers else ():
             self._by_hook.setdefault(name, []).extend(stoppers)
         self._first: list[Any] | None = None
@@ -97,40 +102,44 @@ class Served:
 
     def attach(self, module: Any) -> None:
         """Give the callbacks `log` and `log_dict` of the module, as Lightning does."""
-        for each in self._callbacks:
-            each.log = module.log
-            each.log_dict = module.log_dict
+        for callback in self._callbacks:
+            callback.log = module.log
+            callback.log_dict = module.log_dict
 
     def call(self, hook: str, trainer: Any, module: Any, *args: Any, **named: Any) -> None:
-        """Call a hook of those that have it, as Lightning does: the module's name for `log` is the hook's."""
+        """Call a hook of all callbacks that have it, as Lightning does."""
         callbacks = self._by_hook.get(hook)
         if not callbacks:
             return
+        # Private in Lightning: `log` reads from it which hook is running.
         before = module._current_fx_name
         module._current_fx_name = hook
         try:
-            for each in callbacks:
-                getattr(each, hook)(trainer, module, *args, **named)
+            for callback in callbacks:
+                getattr(callback, hook)(trainer, module, *args, **named)
         finally:
             module._current_fx_name = before
 
     def state(self) -> dict[str, Any]:
         """Return the `state_dict` of each that has one, by its `state_key`."""
         states = {}
-        for each in self._by_hook.get("state_dict", ()):
-            states[each.state_key] = each.state_dict()
+        for callback in self._by_hook.get("state_dict", ()):
+            states[callback.state_key] = callback.state_dict()
         return {key: state for key, state in states.items() if state}
 
     def load(self, content: list[Any] | None) -> None:
-        """Load the states of a checkpoint; None: those at the start, for a run that was rolled back to it."""
+        """Load the states of a checkpoint; None: the states at the run's start.
+
+        None is passed at the start, and when a run is rolled back to it.
+        """
         if content is None:
             if self._first is None:
-                # Refused by the trial of a save
+                # A state that cannot be packed is reported when a save is tried.
                 with contextlib.suppress(ConfigError):
                     self._first = packed(self.state(), "a callback's state_dict")
                 return
             content = self._first
         states = unpacked(content)
-        for each in self._by_hook.get("load_state_dict", ()):
-            if each.state_key in states:
-                each.load_state_dict(copy.deepcopy(states[each.state_key]))
+        for callback in self._by_hook.get("load_state_dict", ()):
+            if callback.state_key in states:
+                callback.load_state_dict(copy.deepcopy(states[callback.state_key]))

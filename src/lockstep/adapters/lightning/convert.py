@@ -1,7 +1,7 @@
 """Convert a LightningModule, an object or from a file, to a config and a task.
 
     task = load("lightning:FILE.py:Module,FILE.py:DM")
-    config, task = configured(values)           # flags first, then the batch size and the like of its loaders
+    config, task = configured(values)           # flags first, then the values that its loaders imply
 
 `from_lightning` takes objects. `load` and `configured` serve `lockstep train --lightning FILE.py:Module
 --datamodule FILE.py:DM`, and make both objects without arguments, the module under the run's seed. The module also
@@ -88,9 +88,10 @@ def _materialise(module: Any, train: LoaderParts) -> None:
     before = module._current_fx_name
     reason = "it is not used"
     try:
+        # The step must leave no trace: random states and the module's attributes are restored.
         with generators_kept(), torch.no_grad(), Leavings.undone(module):
             module._current_fx_name = "training_step"
-            batch = train.collate([train.dataset[place] for place in range(count)])
+            batch = train.collate([train.dataset[index] for index in range(count)])
             module.training_step(*calls(module.training_step, batch, 0))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -143,10 +144,10 @@ def _convert(module: Any, datamodule: Any, trainer: Any, devices: int, seed: int
         loaders.validation.clear()
     _materialise(module, loaders.train)
     config = config_of(module, loaders, trainer, devices)
-    kind = ManualTask if not module.automatic_optimization else LightningTask
+    task_class = ManualTask if not module.automatic_optimization else LightningTask
     if loaders.train.whole:
-        kind = WholeBatchManualTask if kind is ManualTask else WholeBatchTask
-    return config, kind(module, loaders, stand_in, devices)
+        task_class = WholeBatchManualTask if task_class is ManualTask else WholeBatchTask
+    return config, task_class(module, loaders, stand_in, devices)
 
 
 class WholeBatchTask(LightningTask):
@@ -178,6 +179,7 @@ class ManualTask(LightningTask):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
+        # They cannot be pickled; `__setstate__` makes new ones.
         del state["own_steps"], state["_manual"]
         return state
 
@@ -208,7 +210,8 @@ class WholeBatchManualTask(WholeBatchTask, ManualTask):
     """A module with manual optimization and a dataset of whole batches."""
 
 
-_MARKERS = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
+# Methods by which a class in a file is recognised; train_dataloader would match modules too.
+_MARKERS = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}
 
 
 def load(spec: str, seed: int = 0) -> LightningTask:
@@ -233,6 +236,7 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
     for name, value in cli.flatten(task_config, own_task=True).items():
         if value != plain[name]:
             derived[name] = value
+    # A micro-batch size that does not divide the user's batch size is chosen again.
     if "batch_size" in values and values["batch_size"] % derived.get("micro_batch_size", 1):
         derived.pop("micro_batch_size", None)
     return cli.build({**derived, **values}), task
@@ -246,12 +250,12 @@ def _build(spec: str, seed: int) -> tuple[Config, LightningTask]:
 
 
 def _instantiate(spec: str, flag: str) -> Any:
-    kind = import_class(spec, flag, _MARKERS[flag])
+    target_class = import_class(spec, flag, _MARKERS[flag])
     try:
-        return kind()
+        return target_class()
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{flag} '{spec}': {kind.__name__}() failed ({line}); it is called without arguments: give them "
+            f"{flag} '{spec}': {target_class.__name__}() failed ({line}); it is called without arguments: give them "
             "defaults, or call lockstep.from_lightning in a script"
         ) from error

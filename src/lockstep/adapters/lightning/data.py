@@ -1,4 +1,4 @@
-"""Take a module's DataLoaders apart, and run its `test_step` and `predict_step`.
+"""Split a module's DataLoaders into their parts, and run its `test_step` and `predict_step`.
 
 numbers = tested(task)                    # name -> number, as an evaluation gives them; `task.test()`
 outputs = predicted(task)                 # the results of predict_step, by batch; `task.predict()`
@@ -128,7 +128,7 @@ class LoaderParts:
         return self.batch_size
 
     def order(self, seed: int) -> Order | None:
-        """Return the order of the samples, or of groups of them; None: a new shuffle in each epoch."""
+        """Return the order of the samples or their groups; None: a shuffle per epoch."""
         if self.sampler is None:
             return None
         if self.sampler == "sequential":
@@ -142,7 +142,7 @@ class LoaderParts:
         return LoaderOrder(draws, len(self.dataset), samples, in_batches=self.in_batches)
 
     def held_out(self) -> "LoaderParts":
-        """Return the parts for an evaluation: the samples that the sampler yields in its first epoch, in its order."""
+        """Return the parts for an evaluation: the sampler's first epoch, in its order."""
         if self.sampler is None or self.sampler == "sequential" or isinstance(self.sampler, DistributedSampler):
             return self
         if isinstance(self.dataset, Sampled):
@@ -153,7 +153,7 @@ class LoaderParts:
         lists = drawn if self.in_batches else [drawn]
         return replace(
             self,
-            dataset=Subset(inner, [int(index) for each in lists for index in each]),
+            dataset=Subset(inner, [int(index) for indices in lists for index in indices]),
             sampler="sequential",
             in_batches=False,
             grouped=False,
@@ -186,8 +186,8 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
             f"from_lightning: the dataset of {name} is iterable ({type(dataset).__name__}), but samples must be "
             "accessible by index: write it to disk, or load it without streaming"
         )
-    own = type(loader).__iter__ is not DataLoader.__iter__
-    if own:
+    overrides_iter = type(loader).__iter__ is not DataLoader.__iter__
+    if overrides_iter:
         raise ConfigError(
             f"from_lightning: {name} returned {type(loader).__name__}, which overrides `__iter__`: return a "
             "torch.utils.data.DataLoader with a sampler and a collate_fn"
@@ -197,7 +197,7 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
     size = loader.batch_size
     in_batches = grouped = False
     sampler: Any = loader.sampler
-    # No automatic batches: an item is a batch
+    # Without automatic batching an item of the dataset is a batch.
     if size is None and loader.batch_sampler is None:
         size = 1
         whole = True
@@ -220,7 +220,7 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
         dataset = Sampled(dataset, samples)
     workers = int(loader.num_workers)
     prefetch = int(loader.prefetch_factor or 0)
-    # Its lists are what is left
+    # Lists of several sizes already reflect the sampler's drop_last.
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not grouped
     return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last, grouped)
 
@@ -242,7 +242,7 @@ def named_loaders(loaders: Any, name: str) -> dict[str, Any]:
     if isinstance(loaders, list | tuple):
         if len(loaders) == 1:
             return {"": loaders[0]}
-        return {f"dataloader_idx_{place}": loader for place, loader in enumerate(loaders)}
+        return {f"dataloader_idx_{index}": loader for index, loader in enumerate(loaders)}
     return {"": loaders}
 
 
@@ -261,20 +261,20 @@ class LoaderDraws:
         self.name = type(sampler).__name__
         self._sampler = sampler
         self._seed = seed
-        self._generators = [(each, each.get_state()) for each in _generators(sampler)]
+        self._generators = [(generator, generator.get_state()) for generator in _generators(sampler)]
 
     def __call__(self, epoch: int) -> list[Any]:
         """Return what the sampler yields in an epoch."""
         with generators_kept():
-            # They continue from epoch to epoch
+            # Generators continue from epoch to epoch, so the earlier epochs are drawn again.
             for generator, state in self._generators:
                 generator.set_state(state)
-            for now in range(epoch + 1) if self._generators else (epoch,):
-                seed_everything(derive(self._seed, "sampler", now))
-                for each in within(self._sampler):
-                    if callable(getattr(each, "set_epoch", None)):
-                        each.set_epoch(now)
-                drawn = [list(each) if isinstance(each, list) else each for each in self._sampler]
+            for drawn_epoch in range(epoch + 1) if self._generators else (epoch,):
+                seed_everything(derive(self._seed, "sampler", drawn_epoch))
+                for item in within(self._sampler):
+                    if callable(getattr(item, "set_epoch", None)):
+                        item.set_epoch(drawn_epoch)
+                drawn = [list(item) if isinstance(item, list) else item for item in self._sampler]
         return drawn
 
 
@@ -301,7 +301,7 @@ class LoaderOrder(EpochOrder):
             ConfigError: the sampler yields too few, or lists of unlike sizes, unlike in its first epoch.
         """
         drawn = self._draws(epoch)
-        sizes = {len(each) for each in drawn} if self._in_batches else {1}
+        sizes = {len(entry) for entry in drawn} if self._in_batches else {1}
         if len(sizes) > 1:
             raise ConfigError(
                 f"from_lightning: the batch sampler {self._draws.name} makes batches of {min(sizes)} to {max(sizes)} "
@@ -310,8 +310,8 @@ class LoaderOrder(EpochOrder):
         if self._in_batches:
             indices = []
             for batch in drawn:
-                for each in batch:
-                    indices.append(int(each))
+                for entry in batch:
+                    indices.append(int(entry))
         else:
             indices = list(map(int, drawn))
         if len(indices) < self.size:
@@ -343,7 +343,9 @@ def _is_shuffle(sampler: Any) -> bool:
 
 
 def _unpack_batch_sampler(batch_sampler: Any, name: str) -> tuple[Any, set[int]]:
-    """Return (sampler, sizes of its batches) of a batch sampler; torch's own is the sampler inside it.
+    """Return a batch sampler and the sizes of its batches.
+
+    For torch's own batch sampler the sampler inside it is returned.
 
     Raises:
         ConfigError: it has no length, or makes no batches.
@@ -351,7 +353,8 @@ def _unpack_batch_sampler(batch_sampler: Any, name: str) -> tuple[Any, set[int]]
     if type(batch_sampler) is BatchSampler:
         return batch_sampler.sampler, {int(batch_sampler.batch_size)}
     _length(batch_sampler, name)
-    generator_states = [(each, each.get_state()) for each in _generators(batch_sampler)]
+    # Reading the sizes must not advance the sampler or its generators.
+    generator_states = [(rng, rng.get_state()) for rng in _generators(batch_sampler)]
     with generators_kept():
         sizes = {len(batch) for batch in copy.copy(batch_sampler)}
     for generator, state in generator_states:
@@ -375,8 +378,8 @@ def _length(sampler: Any, name: str) -> int:
 
 
 def _generators(sampler: Any) -> list[torch.Generator]:
-    generators = [getattr(each, "generator", None) for each in within(sampler)]
-    return [each for each in generators if isinstance(each, torch.Generator)]
+    generators = [getattr(candidate, "generator", None) for candidate in within(sampler)]
+    return [candidate for candidate in generators if isinstance(candidate, torch.Generator)]
 
 
 @dataclass
@@ -395,13 +398,13 @@ class Loaders:
 
 
 def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
-    """Set up module and datamodule, and take their training and validation loaders apart.
+    """Set up module and datamodule, and split their training and validation loaders.
 
     Args:
         seed: of torch, numpy and random before each method that makes data.
 
     Raises:
-        ConfigError: there is no training loader, or one that cannot be taken apart.
+        ConfigError: there is no training loader, or one that cannot be split.
     """
     datamodule = data if kind_of(data, "LightningDataModule") else None
     if datamodule is not None:
@@ -409,11 +412,11 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
     _prepare(module, datamodule, seed)
     _call_setup(module, datamodule, "fit", seed)
     if data is not None and datamodule is None:
-        own = _split_loaders(data)
+        passed = _split_loaders(data)
     else:
-        own = None
-    if own:
-        train = own[0]
+        passed = None
+    if passed:
+        train = passed[0]
     else:
         train = _call_loader("train_dataloader", module, datamodule, seed)
     if train is None:
@@ -431,8 +434,8 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
         (train,) = loaders.values()
     trainer.train_dataloader = train
     parts = taken_apart(train, "train_dataloader")
-    if own:
-        val_loaders = own[1]
+    if passed:
+        val_loaders = passed[1]
     else:
         val_loaders = _call_loader("val_dataloader", module, datamodule, seed)
     trainer.val_dataloaders = val_loaders
@@ -441,9 +444,12 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
     else:
         sets = {}
     validation = {}
-    for name, each in sets.items():
-        validation[name] = taken_apart(each, "val_dataloader").held_out()
-    return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule, seed)
+    for name, loader in sets.items():
+        validation[name] = taken_apart(loader, "val_dataloader").held_out()
+    # An evaluation without samples is left out.
+    return Loaders(
+        parts, {name: loader for name, loader in validation.items() if len(loader.dataset)}, datamodule, seed
+    )
 
 
 def _setup_loaders(module: Any, made: Loaders, name: str) -> dict[str, LoaderParts]:
@@ -452,7 +458,7 @@ def _setup_loaders(module: Any, made: Loaders, name: str) -> dict[str, LoaderPar
     loaders = _call_loader(name, module, made.datamodule, made.seed)
     if loaders is None:
         raise ConfigError(f"{type(module).__name__} has no {name}: define it, or pass a datamodule that has it")
-    return {key: taken_apart(each, name).held_out() for key, each in named_loaders(loaders, name).items()}
+    return {key: taken_apart(loader, name).held_out() for key, loader in named_loaders(loaders, name).items()}
 
 
 def _call_setup(module: Any, datamodule: Any, stage: str, seed: int) -> None:
@@ -490,7 +496,7 @@ def _prepare(module: Any, datamodule: Any, seed: int) -> None:
 
     The other ranks wait.
     """
-    owners = [each for each in (datamodule, module) if written(each, "prepare_data")]
+    owners = [candidate for candidate in (datamodule, module) if written(candidate, "prepare_data")]
     if not owners:
         return
 
@@ -504,9 +510,11 @@ def _prepare(module: Any, datamodule: Any, seed: int) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         here()
         return
+    # An hour: prepare_data may download.
     world = World.join(device="cpu", timeout=3600.0)
     try:
-        on_all_ranks(world, here)  # collective: the others wait, and an error is one on every rank
+        # Collective over all ranks: the others wait, and an error is raised on every rank.
+        on_all_ranks(world, here)
     finally:
         world.leave()
 
@@ -524,8 +532,8 @@ def tested(task: Any) -> dict[str, float]:
     test_task = task.testing(sets)
     results: dict[str, float] = {}
     with _evaluation_mode(task):
-        for name, place, epoch in test_task.epochs():
-            for batch in _batches(list(sets.values())[place], place, task.trainer.limit_test_batches):
+        for name, index, epoch in test_task.epochs():
+            for batch in _batches(list(sets.values())[index], index, task.trainer.limit_test_batches):
                 test_task.evaluate(task.module, _to_device(task, batch))
             numbers = epoch.compute()
             results |= {task.metric_name(name, key) if name else key: value for key, value in numbers.items()}
@@ -548,11 +556,11 @@ def predicted(task: Any) -> list[Any]:
     with _evaluation_mode(task):
         for name in ("start", "epoch_start"):
             life.hook(f"on_predict_{name}")
-        for place, parts in enumerate(sets.values()):
+        for index, parts in enumerate(sets.values()):
             outputs.append([])
-            for number, batch in enumerate(_batches(parts, place, task.trainer.limit_predict_batches)):
-                data = task.received(_to_device(task, batch).data, place)
-                args = (data, number, place) if len(sets) > 1 else (data, number)
+            for number, batch in enumerate(_batches(parts, index, task.trainer.limit_predict_batches)):
+                data = task.received(_to_device(task, batch).data, index)
+                args = (data, number, index) if len(sets) > 1 else (data, number)
                 life.hook("on_predict_batch_start", *args)
                 output = life.call("predict_step", *calls(task.module.predict_step, *args))
                 life.hook("on_predict_batch_end", output, *args)
@@ -567,16 +575,16 @@ def predicted(task: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _evaluation_mode(task: Any) -> Iterator[None]:
-    """Context manager: the module is in eval mode, without gradients."""
-    modes = [(each, each.training) for each in task.module.modules()]
+    """Put the module into eval mode without gradients, in a context."""
+    modes = [(submodule, submodule.training) for submodule in task.module.modules()]
     task.module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         task.trainer.stage = "train"
-        for each, mode in modes:
-            each.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode
 
 
 def _check(task: Any, step: str) -> None:
@@ -594,10 +602,11 @@ def _to_device(task: Any, batch: Placed) -> Placed:
 
 def _batches(parts: LoaderParts, place: int, limit: int | float) -> Iterator[Placed]:
     """Yield the batches of a set in the order of the data."""
-    own = list(parts.batches())
+    ranges = list(parts.batches())
+    # An integer limits the number of batches, a float the share of them.
     if isinstance(limit, int) and not isinstance(limit, bool):
         most = limit
     else:
-        most = int(len(own) * limit)
-    for indices in own[:most]:
+        most = int(len(ranges) * limit)
+    for indices in ranges[:most]:
         yield Placed(place, len(indices), parts.collate([parts.dataset[at] for at in indices]))

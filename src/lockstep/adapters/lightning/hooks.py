@@ -56,27 +56,28 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
         ConfigError: an unsupported callback (the message names its class), or two that monitor different values.
     """
     changes: dict[str, Any] = {}
-    for each in callbacks:
-        name = type(each).__name__
-        # The latter is a monitor of `Life`
-        if is_served(each) or (name == "EarlyStopping" and not config.eval_freq):
+    for callback in callbacks:
+        name = type(callback).__name__
+        # Without evaluations `Life` itself calls an EarlyStopping.
+        if is_served(callback) or (name == "EarlyStopping" and not config.eval_freq):
             continue
         if name == "EarlyStopping":
             if "patience" in changes:
                 raise ConfigError("from_lightning: two EarlyStopping callbacks, but a run has one: leave one out")
-            changes |= _early_stopping(each)
+            changes |= _early_stopping(callback)
         elif name == "ModelCheckpoint":
-            _merge_checkpoints(changes, _checkpoints(each, config))
+            _merge_checkpoints(changes, _checkpoints(callback, config))
         elif name == "EMAWeightAveraging":
-            changes["optim"] = dataclasses.replace(config.optim, ema=_decay(each))
+            changes["optim"] = dataclasses.replace(config.optim, ema=_decay(callback))
         elif name not in DONE:
             way = WAYS.get(name, "leave it out, and do its work in a Callback of your own")
             raise ConfigError(f"from_lightning: the callback {name} is not supported: {way}")
     if trainer is not None and not trainer.checkpoint_callbacks:
         changes["ckpt_freq"] = 0
-    if not config.eval_freq:  # `Life` compares the steps
+    # Without evaluations `Life` compares the monitored values of steps.
+    if not config.eval_freq:
         changes.pop("best_metric", None)
-    # No ModelCheckpoint judges: one best for both
+    # No ModelCheckpoint monitors a value, so the best checkpoint follows EarlyStopping.
     if "patience" in changes and "best_metric" not in changes:
         changes["best_metric"] = changes.pop("patience_metric")
     return dataclasses.replace(config, **changes)
@@ -85,7 +86,7 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
 def _merge_checkpoints(changes: dict[str, Any], more: dict[str, Any]) -> None:
     before = changes.get("best_metric")
     if before and more.get("best_metric") not in (None, before):
-        names = " and ".join(each.partition(":")[0] for each in (before, more["best_metric"]))
+        names = " and ".join(metric.partition(":")[0] for metric in (before, more["best_metric"]))
         raise ConfigError(
             f"from_lightning: two ModelCheckpoints monitor {names}, but a run has one best metric: let them "
             "monitor the same"
@@ -101,13 +102,15 @@ def _early_stopping(each: Any) -> dict[str, Any]:
                 "loop of lockstep.Run"
             )
     return {
-        "patience": max(1, int(each.patience)),  # 0 ends at the first evaluation that is no better, as 1 does
+        # A patience of 0 stops at the first evaluation that is no better, as 1 does.
+        "patience": max(1, int(each.patience)),
         "patience_metric": f"{each.monitor}:{each.mode}",
         "min_delta": abs(float(each.min_delta)),
     }
 
 
 def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
+    # Lightning keeps these arguments only in private attributes.
     if each._train_time_interval is not None:
         raise ConfigError(
             "from_lightning: ModelCheckpoint(train_time_interval=...) is not supported: set every_n_train_steps"
@@ -127,6 +130,7 @@ def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
     return fields
 
 
+# Checkpoints to keep if Lightning keeps all.
 _NO_LIMIT = 10**6
 
 
@@ -137,6 +141,7 @@ def _decay(each: Any) -> float:
             "from_lightning: EMAWeightAveraging with update_every_n_steps or a later start is not supported: every "
             "step moves the average"
         )
+    # The decay is stored only in the closure of the averaging function.
     function = inspect.unwrap(each._kwargs.get("multi_avg_fn") or each._kwargs.get("avg_fn"))
     names = function.__code__.co_freevars
     decay = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)).get("decay")
@@ -146,6 +151,7 @@ def _decay(each: Any) -> float:
 
 
 _LOG = logging.getLogger("lockstep")
+# Hooks between two epochs, which may change the data of the second.
 _BETWEEN_EPOCHS = ("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end", "on_validation_end")
 
 
@@ -180,7 +186,7 @@ class Life(Hooks):
         self.logged = logged
         self.rates: Rates | None = None
         self._turn: Turn | None = None
-        # Batches that end after the update
+        # (output, batch, indices) of the Lightning batches that end with the step's update.
         self._pending_ends: list[tuple[Any, Any, range]] = []
         self._in_epoch = 1
         self._samples = 1
@@ -190,8 +196,9 @@ class Life(Hooks):
         self._metrics: dict[str, Any] = {}
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
-        self._epoch = -1  # the current one; -1: none
-        # Names that a tried training_step logged
+        # The current epoch; -1 between epochs.
+        self._epoch = -1
+        # Names that training_step logged in trials before the run.
         self._trial_names: set[str] = set()
         self._tries = False
         self._starts = False
@@ -200,18 +207,19 @@ class Life(Hooks):
         stoppers = [] if evaluates else trainer.early_stopping_callbacks
         self.served = Served(trainer.callbacks, stoppers)
         monitored = set()
-        for each in (*stoppers, *trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
-            monitored.add(each.monitor)
-        self._monitored = monitored - {None}  # also those of an evaluation
+        for callback in (*stoppers, *trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
+            monitored.add(callback.monitor)
+        # Names of monitored values, of training and evaluation.
+        self._monitored = monitored - {None}
         if evaluates:
             self._compared = None
         else:
-            self._compared = next((each for each in trainer.checkpoint_callbacks if each.monitor), None)
+            self._compared = next((callback for callback in trainer.checkpoint_callbacks if callback.monitor), None)
         self._written_hooks = own_methods(module)
         self._evaluates = evaluates
-        # Of the evaluation that is due
+        # Monitored training values at the step of the evaluation that is due.
         self._due_values: dict[str, float] | None = None
-        # Else there is nothing to gather
+        # A single process has nothing to gather.
         self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
     def planned(self, samples: int, size: int) -> None:
@@ -221,8 +229,8 @@ class Life(Hooks):
         self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
         self._tries = True
         self._is_started = False
-        for each in self.served.stoppers:
-            each.setup(self.trainer, self.module, "fit")
+        for stopper in self.served.stoppers:
+            stopper.setup(self.trainer, self.module, "fit")
         self._pending_ends.clear()
 
     def attach(self) -> None:
@@ -240,9 +248,9 @@ class Life(Hooks):
             module._current_fx_name = before
 
     def hook(self, name: str, *args: Any) -> None:
-        """Call a hook of callbacks and module, if the user wrote it, without effect on the random state.
+        """Call a hook that the user wrote, without effect on the random state.
 
-        What is tried before the run is tried without callbacks, whose state could not be put back.
+        Trials before the run leave out callbacks, whose state could not be restored.
         """
         if name in self.served and (self._starts or not self._tries):
             with generators_kept():
@@ -278,7 +286,7 @@ class Life(Hooks):
 
     @property
     def changes_epochs(self) -> bool:
-        """Whether the user wrote a hook between two epochs, which may change the data of the second."""
+        """Whether a user's hook between two epochs may change the data of the second."""
         return any(name in self._written_hooks or name in self.served for name in _BETWEEN_EPOCHS)
 
     def start_epoch(self, dataset: Any, epoch: int) -> None:
@@ -287,7 +295,7 @@ class Life(Hooks):
             self._end_epoch(None)
             self._begin_epoch(epoch)
 
-    # Of a step.
+    # Hooks of a step.
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
         trainer = self.trainer
@@ -298,6 +306,7 @@ class Life(Hooks):
         if slot == 0:
             self.start_epoch(None, epoch)
         turns = trainer.accumulate_grad_batches
+        # Lightning batches of this epoch before this step.
         before = (step - -(-epoch * self._samples // self._size)) * turns
         begin_range, end_range = turn_ranges(slot, slots, turns)
         begins = range(before + begin_range.start, before + begin_range.stop)
@@ -333,7 +342,8 @@ class Life(Hooks):
         around: AbstractContextManager[None] = nullcontext()
         if not turn.counts:
             around = Leavings.undone(self.module)
-        elif self._is_distributed and self.module.automatic_optimization:  # else its micro-batches alternate
+        elif self._is_distributed and self.module.automatic_optimization:
+            # With manual optimization micro-batches run in turns, so items cannot be assigned to one.
             around = self._leavings.noted(self.module, key)
         with around:
             yield outputs
@@ -360,7 +370,7 @@ class Life(Hooks):
     def after_update(self) -> None:
         self.trainer.global_step += 1
         if self.rates is not None:
-            # Before the batch's end, as in Lightning
+            # Lightning steps schedulers before it calls `on_train_batch_end`.
             self.rates.drive_to(self.trainer.global_step)
         for output, batch, ends in self._pending_ends:
             for batch_idx in ends:
@@ -368,7 +378,7 @@ class Life(Hooks):
         self._pending_ends.clear()
         self._collect(True)
 
-    # Of a run.
+    # Hooks of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
         self.trainer.global_step = done
@@ -382,18 +392,20 @@ class Life(Hooks):
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(self.module.hparams_initial)
         if not done:
-            self._try_saving(context)  # collective
-        self.trainer.callback_metrics.clear()  # of what was tried
+            # Collective over all ranks: all of them stop if one cannot save.
+            self._try_saving(context)
+        # Drops the values that trials before the run logged.
+        self.trainer.callback_metrics.clear()
         self.start()
 
     def _load(self, state: dict[str, Any]) -> None:
         """Load what module and callbacks stored in the checkpoint, in Lightning's order."""
         loads = "on_load_checkpoint" in self.served or written(self.module, "on_load_checkpoint")
         if "module" in state and loads:
-            own = {}
+            modules = {}
             for key, name in state.get("own_modules", {}).items():
-                own[key] = self.module.get_submodule(name)
-            checkpoint = self._checkpoint() | own | unpacked(state["module"])
+                modules[key] = self.module.get_submodule(name)
+            checkpoint = self._checkpoint() | modules | unpacked(state["module"])
             checkpoint["callbacks"] = unpacked(state["callbacks"]) if "callbacks" in state else {}
             with generators_kept():
                 if written(self.module, "on_load_checkpoint"):
@@ -407,10 +419,12 @@ class Life(Hooks):
 
     def after_step(self, context: RunContext, done: int) -> bool:
         if done % context.log_freq == 0:
-            values = together(context.gather(self._steps.plain()))  # collective
+            # Collective over all ranks, every log_freq steps. Waits for the device.
+            values = together(context.gather(self._steps.plain()))
             self._record(context, self._publish(values, steps=True), done)
         elif self._monitored and (self._ends_epoch(done) or self._compares(done)):
-            self._publish(together(context.gather(self._steps.plain())), steps=True)  # collective
+            # Collective over all ranks, in steps with values that a callback monitors. Waits for the device.
+            self._publish(together(context.gather(self._steps.plain())), steps=True)
         self._steps.clear()
         saves = False
         if self._ends_epoch(done):
@@ -437,33 +451,38 @@ class Life(Hooks):
         return self._ends_epoch(done) and (done * self._size // self._samples) % max(1, judge._every_n_epochs) == 0
 
     def _monitor(self) -> None:
-        """Let callbacks look at what the training logged, after the hooks at the end of its epoch, as in Lightning.
+        """Let callbacks check what the training logged in an epoch, as in Lightning.
+
+        They run after the hooks at the end of the epoch.
 
         Raises:
             ConfigError: nothing of the monitor's name was logged.
         """
         metrics = self.trainer.callback_metrics
         judges = filter(None, [self._compared])
-        for each in (*(each for each in self.served.stoppers if each.strict), *judges):
-            if each.monitor not in metrics:
+        for callback in (*(callback for callback in self.served.stoppers if callback.strict), *judges):
+            if callback.monitor not in metrics:
                 names = ", ".join(sorted({*metrics, *self._trial_names})) or "nothing"
                 raise ConfigError(
-                    f"from_lightning: {type(each).__name__} monitors '{each.monitor}', which nothing logs; there is "
-                    f"{names}"
+                    f"from_lightning: {type(callback).__name__} monitors '{callback.monitor}', which nothing logs; "
+                    f"there is {names}"
                 )
-        for each in self.served.stoppers:
-            each.on_train_epoch_end(self.trainer, self.module)  # collective
+        for callback in self.served.stoppers:
+            # Collective over all ranks: EarlyStopping agrees on stopping.
+            callback.on_train_epoch_end(self.trainer, self.module)
 
     def _note_best(self, context: RunContext) -> None:
         """Give ModelCheckpoints the path and the score of the run's best, once it is saved."""
         best = context.best if self.trainer.checkpoint_callbacks else None
         if best is None:
             return
-        for each in self.trainer.checkpoint_callbacks:
-            each.best_model_path, each.best_model_score = best.path, torch.tensor(best.value)
+        for callback in self.trainer.checkpoint_callbacks:
+            callback.best_model_path, callback.best_model_score = best.path, torch.tensor(best.value)
 
     def training_values(self) -> dict[str, float]:
-        """Return what callbacks monitor of the training: means over the epoch so far, else of this step. Collective.
+        """Return the training values that callbacks monitor. Collective.
+
+        They are means over the epoch so far, else the values of this step.
 
         An evaluation that a resume makes up for gets the values at its step, which the checkpoint has.
         """
@@ -474,8 +493,9 @@ class Life(Hooks):
         else:
             gather = self.trainer.strategy.gather
             metrics = self._metrics
-            values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))  # collective
-            values |= {name: number(each) for name, each in merged_results(self.module, metrics, gather).items()}
+            # Collective over all ranks, once an evaluation. Waits for the device.
+            values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))
+            values |= {name: number(result) for name, result in merged_results(self.module, metrics, gather).items()}
         plain = {}
         for name, value in values.items():
             plain[name.removesuffix("_step").removesuffix("_epoch")] = value
@@ -484,7 +504,8 @@ class Life(Hooks):
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
         self._due_values = None
         if due.evaluate and self._evaluates and self._monitored:
-            self._due_values = self.training_values()  # collective
+            # Collective over all ranks, which all evaluate after the same steps.
+            self._due_values = self.training_values()
         return due
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
@@ -507,10 +528,10 @@ class Life(Hooks):
             more = {key: value for key, value in checkpoint.items() if key not in keys}
             # A submodule's tensors are saved anyway: only its name is kept.
             names = {id(module): name for name, module in self.module.named_modules() if name}
-            own = {key: names[id(value)] for key, value in more.items() if id(value) in names}
-            if own:
-                state["own_modules"] = own
-            state["module"] = packed({k: v for k, v in more.items() if k not in own}, "on_save_checkpoint")
+            own_modules = {key: names[id(value)] for key, value in more.items() if id(value) in names}
+            if own_modules:
+                state["own_modules"] = own_modules
+            state["module"] = packed({k: v for k, v in more.items() if k not in own_modules}, "on_save_checkpoint")
         datamodule = self.trainer.datamodule
         if written(datamodule, "state_dict"):
             state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
@@ -537,7 +558,8 @@ class Life(Hooks):
             _LOG.debug("what is saved could not be tried", exc_info=True)
         finally:
             self.trainer.sanity_checking = False
-        problem = next(filter(None, context.gather(problem)), "")  # collective
+        # Collective over all ranks: each raises the error of any of them.
+        problem = next(filter(None, context.gather(problem)), "")
         if problem:
             raise ConfigError(problem)
 
@@ -554,10 +576,11 @@ class Life(Hooks):
         }
 
     def after_run(self, context: RunContext, done: int) -> None:
-        stops = self.served and any(context.gather(self.trainer.should_stop))  # collective
+        # Collective over all ranks: a callback of any rank may have stopped the run.
+        stops = self.served and any(context.gather(self.trainer.should_stop))
         self._record(context, self._end_epoch(context if stops else None), done)
         self._note_best(context)
-        # Epochs that are complete, as in Lightning
+        # Lightning counts the epochs that are complete.
         self.trainer.current_epoch = done * self._size // self._samples
         for name in ("on_train_end", "on_fit_end"):
             self.hook(name)
@@ -616,14 +639,18 @@ class Life(Hooks):
         if context is None:
             self._epoch = -1
             return {}
-        with self._leavings.gathered(self.module, context.gather):  # collective
+        # Collective over all ranks, once an epoch: hooks see the items of all ranks.
+        with self._leavings.gathered(self.module, context.gather):
             values: dict[str, float] = {}
-            if self.served:  # they may monitor what was logged before the hook
-                values = self._epoch_values(context, values)  # collective
+            # Callbacks may monitor values that were logged before their hook.
+            if self.served:
+                # Collective over all ranks, once an epoch.
+                values = self._epoch_values(context, values)
                 self._publish(values, steps=False)
             self.hook("on_train_epoch_end")
             self._collect(True)
-            values |= self._epoch_values(context, values)  # collective
+            # Collective over all ranks, once an epoch.
+            values |= self._epoch_values(context, values)
             for metric in self._metrics.values():
                 metric.reset()
         self._metrics.clear()
@@ -633,10 +660,14 @@ class Life(Hooks):
         return result
 
     def _epoch_values(self, context: RunContext, known: Mapping[str, float]) -> dict[str, float]:
-        """Reduce what was logged over the epoch since the last call; metrics that are not `known`. Collective."""
-        values = together(context.gather(self._epochs.plain()))  # collective
+        """Reduce the values logged over the epoch since the last call. Collective.
+
+        Metrics in `known` are left out.
+        """
+        # Collective over all ranks, once or twice an epoch. Waits for the device.
+        values = together(context.gather(self._epochs.plain()))
         self._epochs.clear()
-        return values | {name: number(each.compute()) for name, each in self._metrics.items() if name not in known}
+        return values | {name: number(metric.compute()) for name, metric in self._metrics.items() if name not in known}
 
     def _collect(self, counts: bool, log_step: bool = True) -> None:
         """Add what was logged since the last call to the totals.
@@ -646,7 +677,7 @@ class Life(Hooks):
         for entry in self.logged.taken():
             if not counts:
                 continue
-            # Of this rank's last micro-batch, as in Lightning
+            # callback_metrics has the value of this rank's last micro-batch, as in Lightning.
             if self.served and entry.on_step:
                 if is_metric(entry.value):
                     value = getattr(entry.value, "_forward_cache", None)
@@ -676,7 +707,7 @@ class Life(Hooks):
         return values
 
     def publish(self, values: Mapping[str, float]) -> None:
-        """Copy the values to the module's trainer, to which metrics they were logged for."""
+        """Copy the values to the metrics of the module's trainer that they were logged for."""
         trainer = self.trainer
         logged = self.logged
         tensors = {name: torch.tensor(value) for name, value in values.items()}
@@ -689,6 +720,7 @@ class Life(Hooks):
         rates = self.rates
         if rates is None or not rates.watched:
             return
+        # Plateaus step only after the step in which an epoch ends.
         position = done * self._size / self._samples
         near = round(position)
         if not near or abs(position - near) * self._samples >= self._size:
@@ -701,7 +733,7 @@ class Life(Hooks):
 
 @contextlib.contextmanager
 def own_dtype(module: torch.nn.Module) -> Iterator[None]:
-    """Context manager: the default dtype is that of the module's parameters, as in Lightning."""
+    """Make the dtype of the module's parameters the default, in a context, as Lightning does."""
     with default_dtype(next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)):
         yield
 

@@ -88,6 +88,7 @@ class Logged:
         self.hidden: set[str] = set()
         self._entries: list[LoggedValue] = []
 
+    # LightningModule.log calls it by this signature.
     def log(  # noqa: PLR0913
         self,
         fx: str,
@@ -114,19 +115,19 @@ class Logged:
             ConfigError: a reduction that cannot be computed from parts, or one over a group of ranks.
         """
         reduce = _reduction_of(name, reduce_fx)
-        place = self.place if add_dataloader_idx else None
+        set_index = self.place if add_dataloader_idx else None
         if sync_dist_group is not None:
             raise ConfigError(
                 f"from_lightning: self.log('{name}', sync_dist_group=...) is not supported: "
                 f"{LOGGING['sync_dist_group'].what}"
             )
         values = value if isinstance(value, Mapping) else {"": value}
-        for key, each in values.items():
-            item = each.detach() if isinstance(each, Tensor) else each
+        for key, element in values.items():
+            item = element.detach() if isinstance(element, Tensor) else element
             weight = float(batch_size if batch_size is not None else self.samples)
             full = f"{name}.{key}" if key else name
             attribute = metric_attribute or ""
-            entry = LoggedValue(full, item, weight, on_step, on_epoch, reduce, attribute, place)
+            entry = LoggedValue(full, item, weight, on_step, on_epoch, reduce, attribute, set_index)
             self._entries.append(entry)
             if prog_bar:
                 self.shown |= {entry.epoch_name, entry.step_name, entry.plain_name}
@@ -184,26 +185,26 @@ class Totals:
         self._totals: dict[str, list[Any]] = {}
 
     def add(self, name: str, value: Any, weight: float, reduce: str) -> None:
-        """Add a value. Tensors on a device stay there, so this does not wait for it."""
+        """Add a value; a tensor on a device stays there, so nothing waits."""
         if isinstance(value, Tensor) and value.device.type != "cpu":
             value = value.double()
             value = value.mean() if value.numel() > 1 else value.reshape(())
         else:
             value = number(value)
         entry = self._totals.get(name)
-        part = value * weight if reduce == "mean" else value
+        weighted = value * weight if reduce == "mean" else value
         if entry is None:
-            self._totals[name] = [reduce, part, weight]
+            self._totals[name] = [reduce, weighted, weight]
             return
-        if isinstance(part, float) and isinstance(entry[1], float):
+        if isinstance(weighted, float) and isinstance(entry[1], float):
             combine = _COMBINE
         else:
             combine = _ON_DEVICE
-        entry[1], entry[2] = combine[reduce](entry[1], part), entry[2] + weight
+        entry[1], entry[2] = combine[reduce](entry[1], weighted), entry[2] + weight
 
     def plain(self) -> dict[str, list[Any]]:
         """Return name -> [reduction, value, weight] as plain numbers. Waits for the device."""
-        return {name: [kind, float(value), weight] for name, (kind, value, weight) in self._totals.items()}
+        return {name: [reduction, float(value), weight] for name, (reduction, value, weight) in self._totals.items()}
 
     def clear(self) -> None:
         self._totals.clear()
@@ -213,11 +214,11 @@ def together(parts: list[dict[str, list[Any]]]) -> dict[str, float]:
     """Merge the results of `Totals.plain` of all ranks or micro-batches into name -> number."""
     kinds: dict[str, str] = {}
     values: dict[str, list[tuple[float, float]]] = {}
-    for part in parts:
-        for name, (kind, value, weight) in part.items():
-            kinds[name] = kind
+    for totals in parts:
+        for name, (reduction, value, weight) in totals.items():
+            kinds[name] = reduction
             values.setdefault(name, []).append((value, weight))
-    return {name: _reduce(kinds[name], each) for name, each in values.items()}
+    return {name: _reduce(kinds[name], pairs) for name, pairs in values.items()}
 
 
 def _reduce(kind: str, values: list[tuple[float, float]]) -> float:
@@ -226,6 +227,7 @@ def _reduce(kind: str, values: list[tuple[float, float]]) -> float:
         if any(map(math.isnan, numbers)):
             return math.nan
         return (min if kind == "min" else max)(numbers)
+    # math.fsum raises an error for infinities of both signs.
     if all(map(math.isfinite, numbers)):
         total = math.fsum(numbers)
     else:
@@ -239,6 +241,7 @@ def _reduce(kind: str, values: list[tuple[float, float]]) -> float:
 
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {"mean": operator.add, "sum": operator.add, "min": min, "max": max}
+# Python's min and max would compare tensors, and so wait for the device.
 _ON_DEVICE = _COMBINE | {"min": torch.minimum, "max": torch.maximum}
 
 
@@ -253,8 +256,8 @@ def rows_of(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
-        for each in batch:
-            if rows := _rows(each):
+        for value in batch:
+            if rows := _rows(value):
                 return rows
         return 1
     return 1
@@ -268,5 +271,5 @@ def _rows(value: Any) -> int:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return next((rows for each in value if (rows := _rows(each))), 0)
+        return next((rows for item in value if (rows := _rows(item))), 0)
     return 0

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 
-_NUMBERS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of a plateau
+# Numbers of a plateau scheduler's state.
+_NUMBERS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class Coroutine:
@@ -41,6 +42,7 @@ class Coroutine:
     current: ClassVar["Coroutine | None"] = None
 
     def __init__(self) -> None:
+        # Only one of the two threads runs at a time.
         self._resume, self._yield = threading.Semaphore(0), threading.Semaphore(0)
         self._work: Callable[[], Any] | None = None
         self._result: Any = None
@@ -89,7 +91,8 @@ class Coroutine:
             try:
                 assert self._work is not None
                 self._result = self._work()
-            except BaseException as error:  # handed to the caller's thread
+            except BaseException as error:
+                # Raised again in the caller's thread.
                 self._error = error
             self._work = None
             self._is_finished = True
@@ -116,7 +119,7 @@ class ManualScheduler:
 
     def really(self, args: tuple[Any, ...]) -> None:
         with warnings.catch_warnings():
-            # The optimizer's step is taken by the engine
+            # torch would warn that the scheduler steps before the optimizer, whose step the engine takes.
             warnings.simplefilter("ignore")
             self._scheduler.step(*args)
         self.state[0] += not self._plateau
@@ -130,6 +133,7 @@ class ManualScheduler:
                 for _ in range(int(self.state[0])):
                     self._scheduler.step()
             return
+        # The state is in host memory.
         values = self.state.tolist()
         for name, value in zip(_NUMBERS, values, strict=False):
             setattr(self._scheduler, name, value if name == "best" else int(value))
@@ -156,6 +160,7 @@ class ManualScheduler:
         self._scheduler.load_state_dict(state)
 
 
+# Attributes of the module that all micro-batches of a step share.
 _SHARED = ("_parameters", "_buffers", "_modules", "_trainer", "training", "forward")
 
 
@@ -210,22 +215,24 @@ class ManualSteps:
             if scheduler.scheduler.optimizer not in configuration.optimizers:
                 raise ConfigError("from_lightning: a scheduler's optimizer is not among those of configure_optimizers")
         several = Several(configuration.optimizers)
-        for place, optimizer in enumerate(configuration.optimizers):
-            optimizer.step = self._stepper(place)  # type: ignore[method-assign]
+        for index, optimizer in enumerate(configuration.optimizers):
+            # A step waits for the other micro-batches; the engine then steps the optimizer.
+            optimizer.step = self._stepper(index)  # type: ignore[method-assign]
         self._schedulers = [
-            ManualScheduler(each.scheduler, self.ask, at) for at, each in enumerate(configuration.schedulers)
+            ManualScheduler(entry.scheduler, self.ask, at) for at, entry in enumerate(configuration.schedulers)
         ]
-        for each, proxy in zip(configuration.schedulers, self._schedulers, strict=True):
-            each.scheduler = proxy
-        kind = class_beside(self._life.module, "core.optimizer", "LightningOptimizer")
+        for entry, proxy in zip(configuration.schedulers, self._schedulers, strict=True):
+            entry.scheduler = proxy
+        optimizer_class = class_beside(self._life.module, "core.optimizer", "LightningOptimizer")
         trainer.optimizers = configuration.optimizers
         trainer.lr_scheduler_configs = configuration.schedulers
         strategy = trainer.strategy
         strategy.manual = self
+        # Private in Lightning: `self.optimizers()` of a module returns them.
         strategy._lightning_optimizers = [
-            kind._to_lightning_optimizer(each, strategy) for each in configuration.optimizers
+            optimizer_class._to_lightning_optimizer(entry, strategy) for entry in configuration.optimizers
         ]
-        # Lightning's optimizers hold it by a weak reference only
+        # Lightning's optimizers have only a weak reference to the strategy.
         self._strategy = strategy
         return several
 
@@ -233,12 +240,12 @@ class ManualSteps:
 
     def state(self) -> dict[str, Tensor]:
         """Return the positions of the schedulers for a checkpoint."""
-        return {f"schedulers/{place}": each.state for place, each in enumerate(self._schedulers)}
+        return {f"schedulers/{index}": scheduler.state for index, scheduler in enumerate(self._schedulers)}
 
     def restored(self) -> None:
         """Advance the schedulers to the positions that were loaded into `state`."""
-        for each in self._schedulers:
-            each.restored()
+        for scheduler in self._schedulers:
+            scheduler.restored()
 
     def note(self, work: Callable[[], Any], samples: int, device: torch.device) -> Tensor:
         """Record a micro-batch to run in the engine's step.
@@ -267,14 +274,14 @@ class ManualSteps:
         self._pending = []
         self._engine = engine
         self._is_single = len(micro) == 1
-        self._weights = [weight * each.samples for weight, each in zip(weights, micro, strict=True)]
+        self._weights = [weight * micro_batch.samples for weight, micro_batch in zip(weights, micro, strict=True)]
         self._last_step = micro
         module = self._life.module
         before = self._attributes(module)
-        for place, each in enumerate(micro):
-            each.attributes = dict(before)
-            each.required = [parameter.requires_grad for parameter in module.parameters()]
-            each.gradients = self._carry[place] if place < len(self._carry) else {}
+        for index, micro_batch in enumerate(micro):
+            micro_batch.attributes = dict(before)
+            micro_batch.required = [parameter.requires_grad for parameter in module.parameters()]
+            micro_batch.gradients = self._carry[index] if index < len(self._carry) else {}
         self._dtype = torch.get_default_dtype()
         with own_dtype(module):
             if self._is_single:
@@ -284,7 +291,7 @@ class ManualSteps:
                 self._leave(micro[0])
             else:
                 self._run_in_turn(micro)
-        self._carry = [each.gradients for each in micro]
+        self._carry = [micro_batch.gradients for micro_batch in micro]
         _set_attributes(module, micro[0].attributes)
         for parameter, required in zip(module.parameters(), micro[0].required, strict=True):
             parameter.requires_grad = required
@@ -294,7 +301,7 @@ class ManualSteps:
     def buffers(self) -> list[Any]:
         micro = self._last_step
         self._last_step = []
-        return [each.buffer_state for each in micro]
+        return [micro_batch.buffer_state for micro_batch in micro]
 
     # Called by the module within a micro-batch.
 
@@ -305,6 +312,7 @@ class ManualSteps:
         self._life.hook("on_before_backward", loss)
         if self._engine is not None and micro.states:
             with self._engine.recomputing():
+                # torch does not annotate Tensor.backward.
                 loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._life.hook("on_after_backward")
 
@@ -315,7 +323,8 @@ class ManualSteps:
     def ask(self, point: tuple[str, int], value: Any = None) -> None:
         """Pause the current micro-batch at a step, and return once all have taken it."""
         micro = self._micro_batch("a step")
-        if not micro.states:  # a trial
+        # A micro-batch without random states is a trial, which takes no step.
+        if not micro.states:
             return
         micro.point = [*point, value]
         if self._is_single:
@@ -338,7 +347,7 @@ class ManualSteps:
 
     def _run_in_turn(self, micro: list[_MicroBatch]) -> None:
         """Run the micro-batches in turn, each up to its next pause, until all have finished."""
-        # after an error they wait for ever, and new ones are made
+        # After an error the threads are never resumed, and the next step makes new ones.
         threads = self._threads
         self._threads = []
         while len(threads) < len(micro):
@@ -346,42 +355,44 @@ class ManualSteps:
         active = list(range(len(micro)))
         is_started = False
         while active:
-            done = []
-            for place in active:
-                each = micro[place]
-                thread = threads[place]
-                self._enter(each)
-                each.point = None
-                with empty_slot(not self._weights[place]):
-                    over = thread.go_on() if is_started else thread.begin(each.work)
+            finished = []
+            for index in active:
+                micro_batch = micro[index]
+                thread = threads[index]
+                self._enter(micro_batch)
+                micro_batch.point = None
+                with empty_slot(not self._weights[index]):
+                    over = thread.go_on() if is_started else thread.begin(micro_batch.work)
                 if over:
-                    self._finish(each, thread.result())
-                    done.append(place)
-                self._leave(each)
+                    self._finish(micro_batch, thread.result())
+                    finished.append(index)
+                self._leave(micro_batch)
             is_started = True
-            if done and len(done) < len(active):
+            if finished and len(finished) < len(active):
                 raise LockstepError(
                     "the micro-batches of a step must step together: one training_step ended and another is at "
-                    f"{next(micro[place].point for place in active if place not in done)}; decide by shared values"
+                    f"{next(micro[index].point for index in active if index not in finished)}; decide by shared values"
                 )
-            active = [place for place in active if place not in done]
+            active = [index for index in active if index not in finished]
             if active:
-                self._take_step([micro[place] for place in active])
+                self._take_step([micro[index] for index in active])
         self._threads = threads
 
     def _take_step(self, micro: list[_MicroBatch]) -> None:
         """Take the step that all micro-batches have reached."""
-        self._engine.agree([each.point[:2] for each in micro])  # collective
-        kind, place, value = micro[0].point
-        if kind == "scheduler":
-            self._schedulers[place].really(value)
+        # Collective over all ranks: their micro-batches must have reached the same step.
+        self._engine.agree([micro_batch.point[:2] for micro_batch in micro])
+        step_kind, index, value = micro[0].point
+        if step_kind == "scheduler":
+            self._schedulers[index].really(value)
             return
-        clips = [each.clips.pop(place, None) for each in micro]
-        # In which an optimizer makes its states
+        clips = [micro_batch.clips.pop(index, None) for micro_batch in micro]
+        # Optimizers create their states in the default dtype.
         with default_dtype(self._dtype):
-            gradients = [each.gradients for each in micro]
-            buffers = [each.buffer_state for each in micro]
-            self._engine.update(place, gradients, self._weights, buffers, clips[0])  # collective
+            gradients = [micro_batch.gradients for micro_batch in micro]
+            buffers = [micro_batch.buffer_state for micro_batch in micro]
+            # Collective over all ranks: gradients are summed, and the optimizer steps once.
+            self._engine.update(index, gradients, self._weights, buffers, clips[0])
 
     def _enter(self, micro: _MicroBatch) -> None:
         """Swap in the state of a micro-batch."""
@@ -393,7 +404,7 @@ class ManualSteps:
             parameter.requires_grad = required
             parameter.grad = micro.gradients.get(parameter)
         self._engine.restore(micro.buffer_state)
-        # What it holds is of weights before a step, or of another micro-batch's graph
+        # The cache has casts of weights from before a step, or of another micro-batch's graph.
         torch.clear_autocast_cache()
         _set_rng_states(micro.states)
 
@@ -419,7 +430,7 @@ class ManualSteps:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.detach().reshape(())
         if micro.backwards:
-            return torch.stack([each.reshape(()).float() for each in micro.backwards]).sum()
+            return torch.stack([backward_loss.reshape(()).float() for backward_loss in micro.backwards]).sum()
         return torch.zeros_like(micro.placeholder)
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
@@ -432,14 +443,14 @@ class ManualSteps:
 
     def _place(self, optimizer: Any) -> int:
         plain = getattr(optimizer, "optimizer", optimizer)
-        return next(place for place, each in enumerate(self._optimizers) if each is plain)
+        return next(index for index, candidate in enumerate(self._optimizers) if candidate is plain)
 
 
 def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    own = vars(module)
-    for name in [name for name in own if name not in attributes and name not in _SHARED]:
-        del own[name]
-    own.update(attributes)
+    current = vars(module)
+    for name in [name for name in current if name not in attributes and name not in _SHARED]:
+        del current[name]
+    current.update(attributes)
 
 
 def _rng_states(device: torch.device) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 
+# Keys of a scheduler's dict that Lightning 2 reads.
 _KEYS = ("scheduler", "name", "interval", "frequency", "reduce_on_plateau", "monitor", "strict")
 
 
@@ -44,6 +45,7 @@ def read(result: Any, *, automatic: bool = True) -> Configured:
     optimizers: list[Any] = []
     schedulers: list[Any] = []
     monitor = None
+    # The forms that Lightning 2 accepts: an optimizer, a dict, ([optimizers], [schedulers]), dicts, a list.
     if isinstance(result, Optimizer):
         optimizers = [result]
     elif isinstance(result, dict):
@@ -53,27 +55,27 @@ def read(result: Any, *, automatic: bool = True) -> Configured:
     elif isinstance(result, list | tuple) and len(result) == 2 and isinstance(result[0], list | tuple):
         optimizers = list(result[0])
         schedulers = list(result[1]) if isinstance(result[1], list | tuple) else [result[1]]
-    elif isinstance(result, list | tuple) and result and all(isinstance(each, dict) for each in result):
-        if any("frequency" in each for each in result):
+    elif isinstance(result, list | tuple) and result and all(isinstance(entry, dict) for entry in result):
+        if any("frequency" in entry for entry in result):
             raise _error(
                 "gives its optimizers a frequency, which Lightning 2 removed: set automatic_optimization = False "
                 "and step them in training_step"
             )
-        optimizers = [each.get("optimizer") for each in result]
-        schedulers = [each["lr_scheduler"] for each in result if each.get("lr_scheduler") is not None]
+        optimizers = [entry.get("optimizer") for entry in result]
+        schedulers = [entry["lr_scheduler"] for entry in result if entry.get("lr_scheduler") is not None]
     elif isinstance(result, list | tuple):
         optimizers = list(result)
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        kind = "None" if result is None else type(result).__name__
-        raise _error(f"returned {kind}: it must return an optimizer, lists or dicts of them as Lightning 2 has it")
+    if not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
+        type_name = "None" if result is None else type(result).__name__
+        raise _error(f"returned {type_name}: it must return an optimizer, lists or dicts of them as Lightning 2 has it")
     if automatic and len(optimizers) > 1:
         raise _error(
             f"returned {len(optimizers)} optimizers: Lightning 2 steps one by itself; set automatic_optimization = "
             "False and step them in training_step"
         )
-    if any(isinstance(each, LBFGS) for each in optimizers):
+    if any(isinstance(entry, LBFGS) for entry in optimizers):
         raise _error("returned LBFGS, which computes the loss several times in a step: use another optimizer")
-    configs = [_scheduler(each, monitor, automatic=automatic) for each in schedulers]
+    configs = [_scheduler(entry, monitor, automatic=automatic) for entry in schedulers]
     return Configured(optimizers, configs)
 
 

@@ -3,7 +3,7 @@
     kind_of(module, "LightningModule")          # the class of that name that it derives from; None if it does not
     written(module, "on_train_start")           # whether the user wrote the method
 
-Whoever passes a module has imported the package already.
+A user who passes a module has imported the package already.
 """
 
 import inspect
@@ -27,7 +27,7 @@ PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 def kind_of(value: Any, name: str) -> type | None:
     """Return an object's base class `name` from one of the packages, or None."""
-    return next((kind for kind in type(value).__mro__ if kind.__name__ == name and _in_packages(kind)), None)
+    return next((base for base in type(value).__mro__ if base.__name__ == name and _in_packages(base)), None)
 
 
 def written(owner: Any, method: str) -> bool:
@@ -39,31 +39,31 @@ def written(owner: Any, method: str) -> bool:
 
 def own_methods(owner: Any) -> frozenset[str]:
     """Return the names of an object's methods that the user wrote."""
-    own = set()
+    names = set()
     for name, value in getattr(owner, "__dict__", {}).items():
         if callable(value):
-            own.add(name)
-    return _of_class(owner.__class__) | own
+            names.add(name)
+    return _of_class(owner.__class__) | names
 
 
 @cache
 def _of_class(kind: Any) -> frozenset[str]:
     names = set()
-    for each in kind.__mro__:
-        names.update(vars(each))
+    for base in kind.__mro__:
+        names.update(vars(base))
     return frozenset(name for name in names if _in_class(kind, name))
 
 
 @cache
 def _in_class(kind: Any, method: str) -> bool:
-    owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+    owner = next((base for base in kind.__mro__ if method in vars(base)), None)
     if owner is None or _in_packages(owner):
         return False
     return not f"{getattr(vars(owner)[method], '__module__', '')}.".startswith(PACKAGES)
 
 
 def class_beside(instance: Any, module: str, name: str) -> Any:
-    """Return a class of the package that a LightningModule comes from, by module and name.
+    """Return a class of a LightningModule's package, by module and name.
 
     The module is relative to the package, such as `core.optimizer`.
     """
@@ -80,10 +80,10 @@ def takes(function: Any, name: str) -> bool:
 
 def calls(function: Any, *args: Any) -> tuple[Any, ...]:
     """Return as many of the first arguments as the function takes by position."""
-    # A bound method is another object each time
-    own = getattr(function, "__func__", None)
-    if own is not None:
-        most = _max_positional(own) - 1
+    # A bound method is a new object at each access, so its function is the cache's key.
+    underlying = getattr(function, "__func__", None)
+    if underlying is not None:
+        most = _max_positional(underlying) - 1
     else:
         most = _max_positional(function)
     if most < len(args):
@@ -95,9 +95,11 @@ def calls(function: Any, *args: Any) -> tuple[Any, ...]:
 def _max_positional(function: Any) -> int:
     """Return how many positional arguments a function takes; `sys.maxsize` with `*args`."""
     parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return sys.maxsize
-    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    return sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
+    )
 
 
 def _in_packages(kind: type) -> bool:

@@ -36,6 +36,7 @@ CALLBACK_HOOKS = {
 
 PRECISIONS = ("32-true", "32", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "64")
 
+# Callbacks of Lightning that are served -> what becomes of them.
 CALLBACKS = {
     "EarlyStopping": "patience, patience_metric and min_delta of the Config",
     "ModelCheckpoint": "best_metric, ckpt_freq and checkpoint.keep of the Config",

@@ -43,14 +43,16 @@ __all__ = [
 ]
 
 
+# Modules between a collective and its caller on the stack.
 _INSIDE = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", __name__)
-_FOR_STEPS = "torch.distributed.nn."  # collectives with gradients, for use in a loss
+# Collectives with gradients, which are meant for a loss.
+_FOR_STEPS = "torch.distributed.nn."
 _OWN_ATTRIBUTES = ("torch.", "lockstep.")
 
 
 @contextlib.contextmanager
 def apart(step: str) -> Iterator[None]:
-    """Context manager that refuses collectives called from user code.
+    """Refuse collectives that user code calls, in a context.
 
     Raises:
         ConfigError: code outside torch and lockstep calls a collective.
@@ -59,13 +61,13 @@ def apart(step: str) -> Iterator[None]:
         yield
         return
     inside: Any = c10d
-    # Every collective calls it first, however it was imported
+    # Private in torch: every collective calls it first, however the collective was imported.
     plain = inside._rank_not_in_group
 
     def check(*args: Any) -> Any:
         called, caller = _find_caller()
         from_user = caller.startswith(_FOR_STEPS) or not caller.startswith(_OWN_ATTRIBUTES)
-        # A rank and the like may be asked for
+        # Reading a rank or a world size is allowed.
         if from_user and not called.startswith("get_"):
             raise ConfigError(
                 f"from_lightning: {step} calls torch.distributed.{called}, whose result depends on the number of "
@@ -92,14 +94,17 @@ def _find_caller() -> tuple[str, str]:
     return name, str(frame.f_globals.get("__name__", ""))
 
 
-_MAX_DEPTH = 8  # containers within each other
+# Deepest nesting of containers that is converted, which also ends cycles.
+_MAX_DEPTH = 8
+# Attributes of torch and Lightning in which a step accumulates nothing.
 _SKIPPED = ("_parameters", "_buffers", "_modules", "_fabric_optimizers", "_forward_hooks", "_backward_hooks")
+# Attributes that Lightning or torch sets while a step runs.
 _VOLATILE = (
     "training",
     "_current_fx_name",
     "_metric_attributes",
     "_trainer",
-)  # attributes that Lightning or torch sets
+)
 
 Key = tuple[int, int]
 
@@ -128,7 +133,7 @@ class Leavings:
     @staticmethod
     @contextlib.contextmanager
     def undone(module: nn.Module) -> Iterator[None]:
-        """Context manager that undoes appended items, assigned plain attributes and metric updates."""
+        """Undo appended items, assigned plain attributes and metric updates, in a context."""
         metrics = metrics_of(module)
         lists = lists_of(module)
         plain = dict(vars(module))
@@ -141,14 +146,14 @@ class Leavings:
                 put_back(metric, aside[name])
             for name, items in lists.items():
                 del items[lengths[name] :]
-            now = vars(module)
-            for name in [name for name in now if name not in plain]:
-                del now[name]
-            now.update({name: value for name, value in plain.items() if name not in _VOLATILE})
+            current = vars(module)
+            for name in [name for name in current if name not in plain]:
+                del current[name]
+            current.update({name: value for name, value in plain.items() if name not in _VOLATILE})
 
     @contextlib.contextmanager
     def noted(self, module: nn.Module, key: Key) -> Iterator[None]:
-        """Context manager that records appended items as those of the micro-batch `key`."""
+        """Record appended items as those of the micro-batch `key`, in a context."""
         before = {name: len(items) for name, items in lists_of(module).items()}
         yield
         for name, items in lists_of(module).items():
@@ -157,7 +162,7 @@ class Leavings:
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> Iterator[None]:
-        """Context manager in which lists and metrics have the contents of all ranks. Collective.
+        """Give lists and metrics the contents of all ranks, in a context. Collective.
 
         List items are in the order of the micro-batches.
 
@@ -171,17 +176,19 @@ class Leavings:
         for name, notes in self._records.items():
             if _matches(notes, lists.get(name)):
                 records[name] = notes
-        sizes = gather([sorted(records), sorted(active)])  # collective
+        # Collective over all ranks, once an epoch: contents follow only if a rank has any.
+        sizes = gather([sorted(records), sorted(active)])
         if len(sizes) > 1 and any(names for pair in sizes for names in pair):
             row: list[Any] = []
             items = []
             for name in records:
-                for key, part in _split_items(records[name], lists[name]):
-                    items.append([name, list(key), taken_apart(part, row, name)])
+                for key, values in _split_items(records[name], lists[name]):
+                    items.append([name, list(key), taken_apart(values, row, name)])
             states = {}
             for name, metric in active.items():
                 states[name] = taken_apart(dict(metric.metric_state), row, name)
-            parts = gather([items, states, [_encode(tensor) for tensor in row]])  # collective
+            # Collective over all ranks, if any of them has items or states.
+            parts = gather([items, states, [_encode(tensor) for tensor in row]])
             _fill(parts, module, metrics)
         yield
 
@@ -189,20 +196,23 @@ class Leavings:
 def merged_results(
     module: nn.Module, metrics: Mapping[str, Any], gather: Callable[[Any], list[Any]]
 ) -> dict[str, Tensor]:
-    """Return the results of the module's metrics over all ranks, and leave their states as they are. Collective.
+    """Return the results of the module's metrics over all ranks. Collective.
+
+    Their states stay as they are.
 
     Args:
         metrics: name that the result gets -> metric.
     """
-    own = metrics_of(module)
+    all_metrics = metrics_of(module)
     row = list[Any]()
-    attributes = {id(metric): attribute for attribute, metric in own.items()}
+    attributes = {id(metric): attribute for attribute, metric in all_metrics.items()}
     forms = {
         name: [attributes[id(metric)], taken_apart(dict(metric.metric_state), row, name)]
         for name, metric in metrics.items()
         if id(metric) in attributes and was_updated(metric)
     }
-    parts = gather([forms, [_encode(tensor) for tensor in row]])  # collective
+    # Collective over all ranks, once an evaluation.
+    parts = gather([forms, [_encode(tensor) for tensor in row]])
     states: dict[tuple[str, str], list[Any]] = {}
     for forms_of_rank, texts in parts:
         tensors = [_decode(text) for text in texts]
@@ -210,12 +220,12 @@ def merged_results(
             states.setdefault((name, attribute), []).append(put_together(form, tensors))
     results: dict[str, Tensor] = {}
     for (name, attribute), parts_of_metric in states.items():
-        aside = set_aside(own[attribute])
+        aside = set_aside(all_metrics[attribute])
         try:
-            merge(own[attribute], parts_of_metric)
-            results[name] = own[attribute].compute()
+            merge(all_metrics[attribute], parts_of_metric)
+            results[name] = all_metrics[attribute].compute()
         finally:
-            put_back(own[attribute], aside)
+            put_back(all_metrics[attribute], aside)
     return results
 
 
@@ -231,16 +241,16 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
     lockstep merges the states of the ranks. The compute groups of a MetricCollection are turned off too, so that each
     metric has its own state.
     """
-    each: Any
-    for each in module.modules():
-        if is_metric(each):
-            each.sync_on_compute = each.dist_sync_on_step = each._to_sync = False
-        if type(each).__name__ == "MetricCollection" and getattr(each, "_enable_compute_groups", False):
-            # or metrics would share a state
-            each._enable_compute_groups = False
-            each._groups_checked = False
-            each._groups = {}
-    return {name: each for name, each in module.named_modules() if is_metric(each)}
+    submodule: Any
+    for submodule in module.modules():
+        if is_metric(submodule):
+            submodule.sync_on_compute = submodule.dist_sync_on_step = submodule._to_sync = False
+        if type(submodule).__name__ == "MetricCollection" and getattr(submodule, "_enable_compute_groups", False):
+            # Private in torchmetrics: grouped metrics would share one state.
+            submodule._enable_compute_groups = False
+            submodule._groups_checked = False
+            submodule._groups = {}
+    return {name: submodule for name, submodule in module.named_modules() if is_metric(submodule)}
 
 
 def lists_of(module: nn.Module) -> dict[str, list[Any]]:
@@ -252,7 +262,7 @@ def lists_of(module: nn.Module) -> dict[str, list[Any]]:
         if type(value) is list:
             lists[name] = value
         elif isinstance(value, dict):
-            lists |= {f"{name}[{key!r}]": each for key, each in value.items() if type(each) is list}
+            lists |= {f"{name}[{key!r}]": items for key, items in value.items() if type(items) is list}
     return lists
 
 
@@ -292,13 +302,16 @@ def put_back(metric: Any, state: tuple[dict[str, Any], int, Any] | None) -> None
 
 
 def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
-    """Convert a nested value to JSON form, and append its tensors to `row`. Waits for the device.
+    """Convert a nested value to JSON form. Waits for the device.
+
+    Its tensors are appended to `row`.
 
     Raises:
         ConfigError: a value that cannot be sent to the other ranks.
     """
     if isinstance(value, Tensor):
-        row.append(value.detach().cpu())  # waits for the device
+        # Waits for the device, once for each tensor.
+        row.append(value.detach().cpu())
         return {"tensor": len(row) - 1}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
@@ -308,36 +321,36 @@ def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
         row.append(torch.as_tensor(value))
         return {"array": len(row) - 1}
     if isinstance(value, dict) and deep < _MAX_DEPTH and all(isinstance(key, str | int) for key in value):
-        return {"dict": [[key, taken_apart(each, row, name, deep + 1)] for key, each in value.items()]}
+        return {"dict": [[key, taken_apart(item, row, name, deep + 1)] for key, item in value.items()]}
     fields = _fields(value)
     if fields is not None and deep < _MAX_DEPTH:
-        inside = [[key, taken_apart(each, row, name, deep + 1)] for key, each in fields.items()]
+        inside = [[key, taken_apart(item, row, name, deep + 1)] for key, item in fields.items()]
         return {"object": [type(value).__module__, type(value).__qualname__, inside]}
     if isinstance(value, list | tuple) and deep < _MAX_DEPTH:
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [taken_apart(each, row, name, deep + 1) for each in value]}
+        sequence_type = "tuple" if isinstance(value, tuple) else "list"
+        return {sequence_type: [taken_apart(item, row, name, deep + 1) for item in value]}
     raise _NoPlainValue(type(value).__name__, name)
 
 
 def put_together(form: Any, row: list[Any]) -> Any:
     """Rebuild a value from the form of `taken_apart`; its tensors are on the host."""
-    ((kind, content),) = form.items()
-    if kind == "tensor":
+    ((tag, content),) = form.items()
+    if tag == "tensor":
         return row[content]
-    if kind == "dtype":
+    if tag == "dtype":
         return getattr(torch, content)
-    if kind == "array":
+    if tag == "array":
         array = row[content].numpy()
         if array.ndim:
             return array
         return array[()]
-    if kind == "dict":
-        return {key: put_together(each, row) for key, each in content}
-    if kind == "object":
-        return _rebuild(content[0], content[1], {key: put_together(each, row) for key, each in content[2]})
-    if kind in ("list", "tuple"):
-        parts = [put_together(each, row) for each in content]
-        if kind == "tuple":
+    if tag == "dict":
+        return {key: put_together(item, row) for key, item in content}
+    if tag == "object":
+        return _rebuild(content[0], content[1], {key: put_together(item, row) for key, item in content[2]})
+    if tag in ("list", "tuple"):
+        parts = [put_together(item, row) for item in content]
+        if tag == "tuple":
             return tuple(parts)
         return parts
     return content
@@ -381,12 +394,13 @@ def _rebuild(module: str, name: str, fields: dict[str, Any]) -> Any:
 
     A dataclass is rebuilt without `__post_init__`, which has already run.
     """
-    kind: Any = sys.modules[module]
-    for part in name.split("."):
-        kind = getattr(kind, part)
-    if not dataclasses.is_dataclass(kind):
-        return kind(**fields)
-    instance = object.__new__(kind)  # type: ignore[arg-type]
+    target_class: Any = sys.modules[module]
+    for attribute in name.split("."):
+        target_class = getattr(target_class, attribute)
+    if not dataclasses.is_dataclass(target_class):
+        return target_class(**fields)
+    # mypy cannot know the class. `__post_init__` is skipped: it has already run.
+    instance = object.__new__(target_class)  # type: ignore[arg-type]
     for key, value in fields.items():
         object.__setattr__(instance, key, value)
     return instance
@@ -401,7 +415,8 @@ def _fill(parts: list[Any], module: nn.Module, metrics: dict[str, Any]) -> None:
             items_by_name.setdefault(name, []).append((key, put_together(form, row)))
     for name, pieces in items_by_name.items():
         if name.partition("[")[0] in vars(module):
-            list_at(module, name)[:] = [each for _, piece in sorted(pieces, key=lambda pair: pair[0]) for each in piece]
+            # Sorted by (step, micro-batch): the order is the same on any number of ranks.
+            list_at(module, name)[:] = [item for _, piece in sorted(pieces, key=lambda pair: pair[0]) for item in piece]
     for name, metric in metrics.items():
         states = [
             put_together(forms[name], row) for (_, forms, _), row in zip(parts, rows, strict=True) if name in forms
@@ -430,9 +445,9 @@ def _encode(tensor: Tensor) -> list[Any]:
 
 
 def _decode(content: list[Any]) -> Tensor:
-    kind, shape, text = content
+    dtype_name, shape, text = content
     raw = bytearray(base64.b64decode(text))
-    dtype = getattr(torch, kind)
+    dtype = getattr(torch, dtype_name)
     if raw:
         flat = torch.frombuffer(raw, dtype=dtype)
     else:

@@ -79,7 +79,7 @@ class Epoch(RowsMetric):
 
     @contextlib.contextmanager
     def batch(self, samples: int, place: int | None) -> Iterator[None]:
-        """Context manager around one micro-batch; stores what it logs and accumulates as a row.
+        """Store what one micro-batch logs and accumulates as a row, in a context.
 
         Args:
             place: index of the set, which the names get; None: there is one set.
@@ -119,11 +119,12 @@ class Epoch(RowsMetric):
 
     def compute(self) -> dict[str, float]:
         """Return the epoch's numbers; after the last set, those of its end too."""
+        # The form is text in a host tensor, so reading it does not wait for a device.
         forms = [(json.loads(bytes(row[0].tolist())), row[1:]) for row in self._rows]
         entries = [entry for form, _ in forms for entry in form["logged"]]
         parts = [
-            {name: [kind, value * weight if kind == "mean" else value, weight]}
-            for name, kind, value, weight, metric, _ in entries
+            {name: [reduction, value * weight if reduction == "mean" else value, weight]}
+            for name, reduction, value, weight, metric, _ in entries
             if not metric
         ]
         numbers = together(parts)
@@ -155,14 +156,18 @@ class Epoch(RowsMetric):
 
 
 def _plain_entry(entry: LoggedValue) -> list[Any]:
-    """Return [name, reduction, value, weight, metric attribute, plain name] of a value. Waits for the device."""
+    """Convert a logged value to plain values. Waits for the device.
+
+    Returns:
+        [name, reduction, value, weight, metric attribute, plain name].
+    """
     if is_metric(entry.value):
         return [entry.epoch_name, "metric", 0.0, 0.0, entry.metric, entry.plain_name]
     return [entry.epoch_name, entry.reduce, number(entry.value), entry.weight, "", entry.plain_name]
 
 
 def _loss_of(entries: list[LoggedValue]) -> Any:
-    """Return the first logged value with "loss" in its name, for a step without a loss."""
+    """Return the first logged value named like a loss, for a step without one."""
     plain = [entry for entry in entries if not is_metric(entry.value)]
     return next((entry.value for entry in plain if "loss" in entry.name.lower()), None)
 
@@ -178,8 +183,10 @@ class LightningTask(Task):
     """
 
     framework = "Lightning"
-    switches_modes = False  # the module's hooks do, as in Lightning
-    autocast_scope = "forward"  # which is the `training_step`, without its hooks
+    # As in Lightning, the module's hooks switch between train and eval mode.
+    switches_modes = False
+    # As in Lightning, autocast covers `training_step` without its hooks.
+    autocast_scope = "forward"
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
     items_per_sample: int | None = 1
@@ -196,12 +203,14 @@ class LightningTask(Task):
         self._initial = _copied(module)
         self._sets: dict[str, LoaderParts] = loaders.validation
         if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
-            self.items_per_sample = None  # it may leave samples out
+            # A custom collation may leave samples out, so they are counted.
+            self.items_per_sample = None
         self._step_name = "validation_step"
         self._hook = "validation"
         self._config: Config | None = None
         self._in_evaluation = False
-        self._batches: Counter[int] = Counter()  # evaluated so far, of each set
+        # Batches evaluated so far, by index of the set.
+        self._batches: Counter[int] = Counter()
         self._epochs: list[Epoch] = []
         self._logged = Logged()
         trainer._results = self._logged
@@ -229,7 +238,7 @@ class LightningTask(Task):
 
     def _set_life(self) -> None:
         self.hooks = self.life = Life(self.module, self.trainer, self._logged, evaluates=bool(self._sets))
-        # Else data are loaded ahead over the end of an epoch
+        # Set only if needed: it keeps data from being loaded ahead over the end of an epoch.
         if self.life.changes_epochs:
             self.start_epoch = self.life.start_epoch  # type: ignore[method-assign]
 
@@ -248,7 +257,8 @@ class LightningTask(Task):
         if written(module, "configure_model"):
             self.life.call("configure_model")
         self._enter(module)
-        metrics_of(module)  # turns off their own synchronisation
+        # Turns off the metrics' own synchronisation: lockstep merges their states.
+        metrics_of(module)
         self._epochs = []
         model: nn.Module = module.train()
         return model
@@ -257,8 +267,8 @@ class LightningTask(Task):
         if split == "train":
             return self.loaders.train.dataset
         sets = {}
-        for place, (name, parts) in enumerate(self._sets.items()):
-            sets[name] = _Set(parts.dataset, len(parts.dataset), place)
+        for index, (name, parts) in enumerate(self._sets.items()):
+            sets[name] = _Set(parts.dataset, len(parts.dataset), index)
         if sets:
             return sets.get("", sets)
         return None
@@ -266,9 +276,9 @@ class LightningTask(Task):
     def collate(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], _EvaluationSample):
             return _collate(0, samples, self.loaders.train.collate)
-        place = samples[0].place
-        parts = list(self._sets.values())[place]
-        return _collate(place, [sample.data for sample in samples], parts.collate)
+        set_index = samples[0].place
+        parts = list(self._sets.values())[set_index]
+        return _collate(set_index, [sample.data for sample in samples], parts.collate)
 
     def count(self, batch: Any) -> int:
         """Count the samples of a batch that its collation kept."""
@@ -289,14 +299,14 @@ class LightningTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the loss of a micro-batch, and the epoch with all that the step logged."""
         trainer = self.trainer
-        place = batch.place
+        set_index = batch.place
         self._begin_evaluation()
-        epoch = self._epochs[place]
-        data = self.received(batch.data, place)
-        with epoch.batch(batch.samples, place if len(self._sets) > 1 else None), own_dtype(self.module):
-            number = self._batches[place]
-            self._batches[place] += 1
-            args = (data, number, place) if len(self._sets) > 1 else (data, number)
+        epoch = self._epochs[set_index]
+        data = self.received(batch.data, set_index)
+        with epoch.batch(batch.samples, set_index if len(self._sets) > 1 else None), own_dtype(self.module):
+            number = self._batches[set_index]
+            self._batches[set_index] += 1
+            args = (data, number, set_index) if len(self._sets) > 1 else (data, number)
             self.life.hook(f"on_{self._hook}_batch_start", *args)
             output = self._call_method(model, self._step_name, *args)
             self.life.hook(f"on_{self._hook}_batch_end", output, *args)
@@ -315,15 +325,15 @@ class LightningTask(Task):
         with generators_kept():
             configuration = read(self.life.call("configure_optimizers"), automatic=self.own_steps is None)
         self._warn_of_devices()
-        for each in configuration.optimizers:
-            each.param_groups[:] = [group for group in each.param_groups if group["params"]]
-            # The fused kernel rounds by an element's place
-            for group in each.param_groups if config.exact else ():
+        for optimizer in configuration.optimizers:
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+            # The fused kernel rounds differently by an element's position in memory.
+            for group in optimizer.param_groups if config.exact else ():
                 group["fused"] = False if group.get("fused") else group.get("fused")
         return self._build_optimizer(configuration)
 
     def _warn_of_devices(self) -> None:
-        """Warn once if data or rates were set up by a number of processes, and the batch is meant for several."""
+        """Warn once if the set-up read the number of processes and `devices` is above 1."""
         asked = self.trainer.asked_size
         self.trainer.asked_size = ""
         if asked and self.devices > 1 and self.trainer.is_global_zero:
@@ -343,13 +353,17 @@ class LightningTask(Task):
         optimizer.register_step_pre_hook(self._before_update)
         return optimizer
 
+    # The base class has an attribute of this name, which is None.
     @property
     def live_rates(self) -> Rates | None:  # type: ignore[override]
         """The module's schedulers, which the hooks step."""
         return self.life.rates
 
     def metric_name(self, set_name: str, name: str) -> str:
-        """Return Lightning's name of what was logged; the numbers of a set itself are `SET/loss` and `SET/items`."""
+        """Return Lightning's name of a logged value.
+
+        The numbers of a set itself are `SET/loss` and `SET/items`.
+        """
         if name in ("loss", "items"):
             return super().metric_name(set_name, name)
         return name
@@ -379,9 +393,10 @@ class LightningTask(Task):
 
     def testing(self, sets: dict[str, LoaderParts]) -> Self:
         """Return this task with `test_step` on `sets` in place of its evaluation."""
-        if self._first is not None:  # the module has not trained
+        # The module has not trained, so `model` has not installed the dispatcher.
+        if self._first is not None:
             self._enter(self.module)
-        # Not copy.copy, which would go through __getstate__ as for another process
+        # Not copy.copy, which would go through __getstate__ as for another process.
         task = object.__new__(type(self))
         task.__dict__.update(self.__dict__)
         task._sets = sets
@@ -396,7 +411,7 @@ class LightningTask(Task):
     def epochs(self) -> list[tuple[str, int, Epoch]]:
         """Begin an evaluation, and return (name, index, results) of each set."""
         self._begin_evaluation()
-        return [(name, place, self._epochs[place]) for place, name in enumerate(self._sets)]
+        return [(name, index, self._epochs[index]) for index, name in enumerate(self._sets)]
 
     def place(self, step: int) -> EpochPosition:
         """Return the position of a step among the epochs."""
@@ -406,8 +421,8 @@ class LightningTask(Task):
         samples = self._samples
         epoch = step * size // samples
         after = (step + 1) * size // samples
-        first = -(-epoch * samples // size)
-        return EpochPosition(epoch, (step - first + 1) * self.trainer.accumulate_grad_batches, after > epoch)
+        first_step = -(-epoch * samples // size)
+        return EpochPosition(epoch, (step - first_step + 1) * self.trainer.accumulate_grad_batches, after > epoch)
 
     def _enter(self, module: Any) -> None:
         """Install the dispatcher that routes a call of the module to another of its methods."""
@@ -444,13 +459,13 @@ class LightningTask(Task):
         self.trainer.stage = "test" if self._hook == "test" else "validate"
         self.trainer.sanity_checking = self.life.tries()
         if not self._epochs:
-            last = len(self._sets) - 1
+            last_index = len(self._sets) - 1
             self._epochs = [
                 Epoch(
-                    *(self.module, self._logged, self._end_evaluation if place == last else self.life.publish),
+                    *(self.module, self._logged, self._end_evaluation if index == last_index else self.life.publish),
                     self.life.tries,
                 )
-                for place in range(last + 1)
+                for index in range(last_index + 1)
             ]
         if not self._in_evaluation:
             self._in_evaluation = True
@@ -463,7 +478,7 @@ class LightningTask(Task):
         self._in_evaluation = False
         module = self.module
         trainer = self.trainer
-        modes = [(each, each.training) for each in module.modules()]
+        modes = [(submodule, submodule.training) for submodule in module.modules()]
         module.eval()
         trainer.stage = "test" if self._hook == "test" else "validate"
         self._logged.taken()
@@ -484,8 +499,8 @@ class LightningTask(Task):
         finally:
             trainer.stage = "train"
             trainer.sanity_checking = False
-            for each, mode in modes:
-                each.training = mode
+            for submodule, mode in modes:
+                submodule.training = mode
 
     def _set_length(self, config: Config) -> None:
         """Set the length of the run on the module's trainer before the optimizer is made."""
@@ -504,7 +519,7 @@ class LightningTask(Task):
             trainer.device = parameter.device
 
     def _step_scheduler(self, scheduler: Any, value: Any) -> None:
-        # A LambdaLR may read the number of processes
+        # A LambdaLR may read the number of processes, which is 1 in a set-up.
         with self.trainer.setting_up():
             if written(self.module, "lr_scheduler_step"):
                 self.life.call("lr_scheduler_step", scheduler, value)
@@ -576,6 +591,7 @@ def _copied(module: Any) -> Any:
         ConfigError: it cannot be copied.
     """
     try:
+        # In host memory, once a run: a run that is rolled back to its start needs the initial state.
         return copy.deepcopy(module).cpu()
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]

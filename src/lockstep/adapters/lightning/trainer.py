@@ -42,7 +42,7 @@ class NotServed(ConfigError, AttributeError):
 
 @final
 class Standing:
-    """Stand-in for the Trainer of a module.
+    """Substitute for the Trainer of a module.
 
     Attributes:
         global_step: optimizer steps so far.
@@ -106,6 +106,7 @@ class Standing:
         self.state = _TrainerState(self)
         self.strategy, self.fit_loop = _Strategy(self), _FitLoop(self)
         self.precision_plugin = self.strategy
+        # Private in Lightning: `LightningModule.log` reads these.
         self._results: Logged | None = Logged()
         self._logger_connector = _Connector()
         self._accelerator_connector = _Accelerator()
@@ -118,7 +119,7 @@ class Standing:
 
     @contextlib.contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Context manager in which data, model or rates are set up."""
+        """Mark a context in which data, model or rates are set up."""
         before = self._is_setting_up
         self._is_setting_up = True
         try:
@@ -181,7 +182,7 @@ class Standing:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        # The run splits the samples among its ranks
+        # One replica: the run itself splits the samples among its ranks.
         return {"num_replicas": 1, "rank": 0}
 
     @property
@@ -208,7 +209,7 @@ class Standing:
         """Set the callbacks, and those of a kind, as the Trainer's properties give them."""
 
         def of_kind(name: str) -> list[Any]:
-            return [each for each in callbacks if any(kind.__name__ == name for kind in type(each).__mro__)]
+            return [callback for callback in callbacks if any(base.__name__ == name for base in type(callback).__mro__)]
 
         self.callbacks, self.checkpoint_callbacks = callbacks, of_kind("Checkpoint")
         self.early_stopping_callbacks = of_kind("EarlyStopping")
@@ -216,7 +217,7 @@ class Standing:
         self.early_stopping_callback = next(iter(self.early_stopping_callbacks), None)
 
     def settings(self) -> dict[str, Any]:
-        """Return the plain values that another process needs to make the same stand-in."""
+        """Return the plain values that another process needs to make the same object."""
         return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
 
     def take(self, settings: dict[str, Any]) -> None:
@@ -228,7 +229,8 @@ class Standing:
             print(*values, **more)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copy and pickle ask for such
+        # copy and pickle look up special methods, and expect an AttributeError.
+        if name.startswith("__"):
             raise AttributeError(name)
         raise NotServed(
             f"from_lightning: module or callback reads trainer.{name}, which a run lacks: leave it out, or do it "
@@ -256,13 +258,13 @@ class _TrainerState:
 
 @final
 class _Strategy:
-    """`trainer.strategy`, as far as a module's own methods need it."""
+    """`trainer.strategy`, with what a module's own methods need."""
 
     def __init__(self, trainer: Standing) -> None:
         self._trainer = trainer
         self._lightning_optimizers: list[Any] = []
         self.manual: Any = None
-        # The run's, once it has begun
+        # Replaced by the run's gather when the run begins.
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.precision_plugin = self
 
@@ -304,7 +306,8 @@ class _Strategy:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any, decide so. Collective."""
-        decisions = self.gather(bool(decision))  # collective
+        # Collective over all ranks.
+        decisions = self.gather(bool(decision))
         return bool(min(decisions) if all else max(decisions))
 
     def reduce(self, value: Any, *_: Any, **__: Any) -> Any:
@@ -330,7 +333,7 @@ class _Strategy:
 
 @final
 class _FitLoop:
-    """`trainer.fit_loop`, only as far as modules ask whether there is a validation."""
+    """`trainer.fit_loop`, by which modules find out whether there is a validation."""
 
     def __init__(self, trainer: Standing) -> None:
         self._trainer = trainer
@@ -346,7 +349,7 @@ class _FitLoop:
 
 @final
 class _Connector:
-    """Lightning's logger connector, as far as `LightningModule.log` uses it."""
+    """Lightning's logger connector, with what `LightningModule.log` uses."""
 
     def __init__(self) -> None:
         self._current_fx: str | None = None
@@ -357,6 +360,6 @@ class _Connector:
 
 @final
 class _Accelerator:
-    """Tells `LightningModule.log` not to exchange values; the run does it."""
+    """Setting that keeps `LightningModule.log` from exchanging values; the run does it."""
 
     is_distributed = False

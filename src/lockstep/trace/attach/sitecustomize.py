@@ -1,7 +1,8 @@
-"""Attach a recorder when Python starts: of `lockstep trace`, or of `profile`, `goodput` and `report` with a command.
+"""Attach a recorder when Python starts.
 
-These put this folder first on PYTHONPATH, with LOCKSTEP_TRACE or LOCKSTEP_RECORDER, the recorder's package. A process
-that never imports torch is left alone. The user's own `sitecustomize` still runs afterwards.
+`lockstep trace`, and `profile`, `goodput` and `report` with a command, put this folder first on PYTHONPATH. They set
+LOCKSTEP_TRACE, or LOCKSTEP_RECORDER with the recorder's package. A process that never imports torch is left alone. The
+user's own `sitecustomize` still runs afterwards.
 """
 
 import importlib
@@ -48,9 +49,11 @@ if __name__ == "sitecustomize":
     if os.environ.get("LOCKSTEP_TRACE") or os.environ.get("LOCKSTEP_RECORDER"):
         try:
             _attach()
-        except KeyboardInterrupt:  # Python would end with a traceback of its own start, and code 1
+        except KeyboardInterrupt:
+            # Python itself would end with a traceback of its start, and code 1.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        except Exception as error:  # the script runs all the same
+        except Exception as error:
+            # The script runs without the recorder.
             print(f"lockstep: this process is not recorded: {error!r}", file=sys.stderr)
     _run_user_sitecustomize()

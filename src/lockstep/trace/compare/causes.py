@@ -320,6 +320,7 @@ _STAGES = (
     *("initial weights", "weights", "parameters", "data", "randomness", "forward", "normalisation", "buffers"),
     *("gradient", "reduction", "clipping", "optimizer", "schedule", "optimizer state", "evaluation", "steps"),
 )
+# Kinds of values that a verdict counts, in this order.
 _REPORTED_KINDS = (
     "gradients",
     "gradient norms",
@@ -328,7 +329,7 @@ _REPORTED_KINDS = (
     "buffers",
     "losses",
     "samples",
-)  # shown kinds
+)
 
 
 @dataclass(frozen=True)
@@ -356,9 +357,9 @@ class TraceFinding:
 
     def __str__(self) -> str:
         rank = f", rank {self.rank}" if self.rank >= 0 else ""
-        place = f", {self.where}" if self.where else ""
+        where = f", {self.where}" if self.where else ""
         step = f"step {self.step + 1}" + (f" (in the second: {self.other + 1})" if self.step != self.other else "")
-        return f"{step}{rank}, {self.stage}{place}: {self.text}\n  cause: {self.way}"
+        return f"{step}{rank}, {self.stage}{where}: {self.text}\n  cause: {self.way}"
 
 
 @dataclass
@@ -392,12 +393,12 @@ class TraceVerdict:
 
     @property
     def same(self) -> bool:
-        """Whether both are proved to be the same training, as far as they were recorded."""
+        """Whether the recorded steps prove that both are the same training."""
         return self.finding is None and not self.unproven and not self.missing
 
     @property
     def word(self) -> str:
-        """SAME, DIFFERENT or NOT PROVED."""
+        """Return SAME, DIFFERENT or NOT PROVED."""
         if self.same:
             return "SAME"
         if self.finding:
@@ -429,7 +430,9 @@ class TraceVerdict:
                 + "at most"
                 + (f"; the same bits to step {self.bits}" if self.bits else "")
             )
-        counts = ", ".join(f"{self.compared[kind]} {kind}" for kind in _REPORTED_KINDS if self.compared[kind])
+        counts = ", ".join(
+            f"{self.compared[category]} {category}" for category in _REPORTED_KINDS if self.compared[category]
+        )
         if not self.finding:
             lines.append(f"  compared: {counts or 'nothing'}")
         if self.same and self.bits < self.judged:
@@ -438,9 +441,9 @@ class TraceVerdict:
 
     @property
     def _hidden(self) -> str:
-        first, most = (f"{each:.2g}" if each < 1e-4 else f"{each:.2%}" for each in self.hidden)
-        later = f" ({most} in later steps)" if most != first else ""
-        below = f"an error in a tensor's gradient under {first} of the whole gradient's length{later}"
+        initial, most = (f"{bound:.2g}" if bound < 1e-4 else f"{bound:.2%}" for bound in self.hidden)
+        later = f" ({most} in later steps)" if most != initial else ""
+        below = f"an error in a tensor's gradient under {initial} of the whole gradient's length{later}"
         return f"would not show: {below}, and any error in a tensor whose gradient is shorter than that"
 
     def plain(self) -> dict[str, Any]:

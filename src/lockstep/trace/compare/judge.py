@@ -73,7 +73,8 @@ __all__ = [
 
 
 _NAMES = {"initial": "weights", "weights": "weights", "grad": "gradients", "buffers": "buffers", "state": "states"}
-_STAGES = {  # in causal order
+# Tensors -> (stage, cause), in causal order.
+_STAGES = {
     "begin": ("weights", "changed-weights"),
     "weights": ("optimizer", "update"),
     "buffers": ("buffers", "forward"),
@@ -95,16 +96,17 @@ class Unseen:
 
     def add(self, step: StepPair) -> None:
         """Count the incomparable values of a step."""
-        for kind, name in _not_finite(step):
+        for category, name in _not_finite(step):
             self.where = self.where or f"from step {step.at[0] + 1} on {name} is not finite in both runs"
-            self.counts[kind] += 1
+            self.counts[category] += 1
 
     def text(self, compared: Counter[str]) -> list[str]:
         """Describe the first such value, and how much was compared nevertheless."""
         if not self.where:
             return []
         counts = ", ".join(
-            f"{compared[kind]} of {compared[kind] + count} {kind}" for kind, count in sorted(self.counts.items())
+            f"{compared[category]} of {compared[category] + count} {category}"
+            for category, count in sorted(self.counts.items())
         )
         return [f"{self.where}, so it is not compared; compared: {counts}"]
 
@@ -114,12 +116,12 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
 
     Gradients are judged with their causes instead.
     """
-    for kind, (stage, cause) in _STAGES.items():
-        first = step.one.tensors(kind)
-        second = step.two.tensors(kind)
-        for name in matched(first, second).both:
-            if finite(first[name]) != finite(second[name]):
-                side = SECOND if finite(first[name]) else FIRST
+    for section, (stage, cause) in _STAGES.items():
+        first_tensors = step.one.tensors(section)
+        second_tensors = step.two.tensors(section)
+        for name in matched(first_tensors, second_tensors).both:
+            if finite(first_tensors[name]) != finite(second_tensors[name]):
+                side = SECOND if finite(first_tensors[name]) else FIRST
                 return step.finding(stage, cause, f"it is not finite in {side} only", name)
     in_first, in_second = (_losses_finite(step, side) for side in (0, 1))
     if None not in (in_first, in_second) and in_first != in_second:
@@ -133,25 +135,29 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
     A buffer may have infinities by design, such as a mask of -inf: there only NaN counts. A gradient that overflowed
     does not count if the update was skipped, as by a GradScaler.
     """
-    for kind, plural in _NAMES.items():
-        first = step.one.tensors(kind)
-        second = step.two.tensors(kind)
-        for name in matched(first, second).both:
-            if finite(first[name]) or finite(second[name]):
+    for section, plural in _NAMES.items():
+        first_tensors = step.one.tensors(section)
+        second_tensors = step.two.tensors(section)
+        for name in matched(first_tensors, second_tensors).both:
+            if finite(first_tensors[name]) or finite(second_tensors[name]):
                 continue
-            if kind == "grad" and every(_skipped(spot, name) for _, spot in step.sides()):
+            if section == "grad" and every(_skipped(spot, name) for _, spot in step.sides()):
                 continue
-            if kind == "buffers" and first[name].digest == second[name].digest and math.isinf(first[name].square):
+            if (
+                section == "buffers"
+                and first_tensors[name].digest == second_tensors[name].digest
+                and math.isinf(first_tensors[name].square)
+            ):
                 continue
-            if kind == "grad":
+            if section == "grad":
                 text = f"the gradient of {name}"
             else:
-                text = f"the state {name}" if kind == "state" else name
+                text = f"the state {name}" if section == "state" else name
             yield plural, text
     sides = [(spot.before(), spot.tensors("weights")) for _, spot in step.sides()]
     names = matched(*(matched(before, after).both for before, after in sides)).both
     for name in names:
-        if not every(finite(each[name]) for side in sides for each in side):
+        if not every(finite(tensors[name]) for side in sides for tensors in side):
             yield "updates", name
     if _losses_finite(step, 0) is _losses_finite(step, 1) is False:
         yield "losses", "the loss"
@@ -175,11 +181,14 @@ def _losses_finite(step: StepPair, side: int) -> bool | None:
     return None
 
 
-# a gradient this small a share of all, and off by this share of itself, is noise
+# A gradient is rounding noise if its share of the whole norm is below the first,
+# and its error, relative to itself, is above the second.
 _NOISE = 1e-3
 _NOISE_OFF = 1e-2
-_VAGUE = ("loss", "reduction", "part-unreduced", "gradient")  # causes that say little: other contents are named before
-_TOO_FAR = 1e-2  # share by which the weights may differ while gradients are still comparable
+# Vague causes: different contents are a better explanation.
+_VAGUE = ("loss", "reduction", "part-unreduced", "gradient")
+# Share by which the weights may differ while gradients are still comparable.
+_TOO_FAR = 1e-2
 
 
 def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
@@ -194,15 +203,24 @@ def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
         text = f"the first trains {next(iter(names[0]))} and others, the second {next(iter(names[1]))} and others"
         verdict.missing.append(f"the runs have no parameter name in common: {text}")
         return verdict
+    # The steps in order, up to the first difference.
     state = _Divergence()
-    for number, (first, second) in enumerate(pair.steps):
-        step = StepPair(pair, pair.one.spots[first], pair.two.spots[second], (first, second), number, state.off)
+    for number, (first_index, second_index) in enumerate(pair.steps):
+        step = StepPair(
+            pair,
+            pair.one.spots[first_index],
+            pair.two.spots[second_index],
+            (first_index, second_index),
+            number,
+            state.off,
+        )
         step.limit = gradient_limit(step)
         finding = _difference(step, verdict)
         if finding is not None:
             verdict.finding = finding
             return verdict
         verdict.judged += 1
+        # Once the numbers prove nothing any more, only data, rates and evaluations are compared.
         if not verdict.unproven:
             verdict.hidden = (verdict.hidden[0] or step.limit, max(verdict.hidden[1], step.limit))
         state.trained.look(step.two)
@@ -210,6 +228,7 @@ def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
         if not verdict.unproven:
             state.unseen.add(step)
             state.follow(step, verdict)
+    # No step differs: the rest finds out whether this proves anything.
     for side in (pair.one, pair.two):
         if apart_from_each_other(side.spots[0]):
             text = f"{side.name}: its {side.world} processes have no process group of torch: unless something else"
@@ -243,10 +262,13 @@ class _Divergence:
 
     def follow(self, step: StepPair, verdict: TraceVerdict) -> None:
         """Update the distance by a step without a finding."""
-        first = step.one.tensors("weights")
-        second = step.two.tensors("weights")
+        first_weights = step.one.tensors("weights")
+        second_weights = step.two.tensors("weights")
         before = self.bits
-        self.bits &= every(first[name].digest == second[name].digest for name in matched(first, second).both)
+        self.bits &= every(
+            first_weights[name].digest == second_weights[name].digest
+            for name in matched(first_weights, second_weights).both
+        )
         count_numbers(step, verdict.compared)
         if before and not self.bits:
             verdict.notes += _first_different_bits(step)
@@ -258,8 +280,11 @@ class _Divergence:
             small = grads[name].norm < _NOISE * norm
             if small and distance(grads[name].sketch, second_grads[name].sketch) > _NOISE_OFF * grads[name].norm:
                 self.noise.add(name)
-        error, length = apart({name: tensor for name, tensor in first.items() if name not in self.noise}, second)
+        error, length = apart(
+            {name: tensor for name, tensor in first_weights.items() if name not in self.noise}, second_weights
+        )
         self.off = error / length if length else 0.0
+        # False for NaN.
         if self.off == self.off:
             verdict.largest = max(verdict.largest, self.off)
         if self.off > _TOO_FAR:
@@ -270,22 +295,22 @@ class _Divergence:
 
 
 def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdict) -> None:
-    """Exclude shards with unknown places: their sums depend on the number of ranks."""
+    """Exclude shards with unknown positions: their sums depend on the number of ranks."""
     sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
-    for part in parts:
-        part.hidden = set()
+    for trace_part in parts:
+        trace_part.hidden = set()
     hidden = set()
     for side in sides:
-        for kind in ("initial", "begin", "grad", "weights", "buffers", "state"):
-            for name, tensor in side.spots[0].tensors(kind).items():
+        for section in ("initial", "begin", "grad", "weights", "buffers", "state"):
+            for name, tensor in side.spots[0].tensors(section).items():
                 if tensor.opaque:
-                    hidden.add((kind, name))
-    for part in parts:
-        part.hidden = hidden
-    names = sorted({name for kind, name in hidden if kind != "state"})
+                    hidden.add((section, name))
+    for trace_part in parts:
+        trace_part.hidden = hidden
+    names = sorted({name for section, name in hidden if section != "state"})
     if names:
         text = f"tensors with an unknown sharding: {len(names)}, such as {names[0]}"
-        unknown = any(kind == "weights" for kind, _ in hidden)
+        unknown = any(section == "weights" for section, _ in hidden)
         (verdict.missing if unknown else verdict.notes).append(f"{text}; they are not compared")
 
 
@@ -296,10 +321,13 @@ def _first_different_bits(step: StepPair) -> list[str]:
     module = first_module(step)
     if module:
         return [f"the bits first differ in step {step.at[0] + 1}, in the output of {module}"]
-    for kind, name in (("grad", "the gradient of"), ("weights", "the update of")):
-        first = step.one.tensors(kind)
-        second = step.two.tensors(kind)
-        tensor = next((n for n in first if n in second and first[n].digest != second[n].digest), "")
+    for section, name in (("grad", "the gradient of"), ("weights", "the update of")):
+        first_tensors = step.one.tensors(section)
+        second_tensors = step.two.tensors(section)
+        tensor = next(
+            (n for n in first_tensors if n in second_tensors and first_tensors[n].digest != second_tensors[n].digest),
+            "",
+        )
         if tensor:
             if any(f.get("mn") for f in _first(step.one)["fwd"]):
                 more = ""
@@ -335,6 +363,7 @@ def _difference(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
         finding = check(step)
         if finding is not None:
             return finding
+        # The draws of this step differ by construction, so only its rates can still be compared.
         if verdict.unproven and isinstance(check, partial) and check.func is _gradient_cause:
             return rate_difference(step)
     return None
@@ -346,6 +375,7 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
     )
     step.flagged = _flagged(step)
+    # These need no tolerance, so they are found even if no gradient is flagged.
     exact = items_unequal(step) or own_statistics(step)
     if not step.flagged and unequal is None and exact is None:
         return None
@@ -364,7 +394,7 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
     finding = gradient_difference(step)
     if finding.stage == "reduction" and unequal is None:
         if finding.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
-            # One process reduces nothing
+            # One process reduces nothing.
             finding = step.finding("gradient", "gradient", finding.text, finding.where)
         finding = kept_gradient(step) or finding
     if finding.cause in _VAGUE and unequal is None:
@@ -376,18 +406,20 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
 
 def _flagged(step: StepPair) -> list[str]:
     """List the gradients that differ by more than rounding explains."""
-    first = step.one.tensors("grad")
-    second = step.two.tensors("grad")
+    first_gradients = step.one.tensors("grad")
+    second_gradients = step.two.tensors("grad")
     if step.one.hidden or step.two.hidden:
         return _norms_off(step)
-    norm = math.sqrt(max(sum(tensor.square for tensor in side.values()) for side in (first, second)))
+    norm = math.sqrt(
+        max(sum(tensor.square for tensor in side.values()) for side in (first_gradients, second_gradients))
+    )
     names = unmatched_gradients(step)
-    for name in matched(first, second).both:
-        error = distance(first[name].sketch, second[name].sketch)
-        finite_sides = finite(first[name]), finite(second[name])
+    for name in matched(first_gradients, second_gradients).both:
+        error = distance(first_gradients[name].sketch, second_gradients[name].sketch)
+        finite_sides = finite(first_gradients[name]), finite(second_gradients[name])
         off = not error <= step.limit * norm or finite_sides[0] != finite_sides[1]
-        # If neither is finite, skip
-        if first[name].digest != second[name].digest and any(finite_sides) and off:
+        # If neither is finite, there is nothing to compare.
+        if first_gradients[name].digest != second_gradients[name].digest and any(finite_sides) and off:
             names.append(name)
     return names
 
@@ -409,7 +441,8 @@ def _norms_off(step: StepPair) -> list[str]:
             norm = clips[-1][4][0] if clips else math.sqrt(squares)
         norms.append(float(norm))
     if not math.isfinite(norms[0]) and not math.isfinite(norms[1]):
-        return []  # counted as not compared
+        # `Unseen` counts it as not compared.
+        return []
     if abs(norms[0] - norms[1]) <= step.limit * max(norms):
         return []
     return ["norm"]
@@ -422,8 +455,8 @@ def _end(pair: TracePair) -> TraceFinding | None:
     less, more = (pair.one, pair.two) if first_count < second_count else (pair.two, pair.one)
     if not pair.steps or less.window or more.window or less.stop or (first_count == second_count and more.stop):
         return None
-    last = pair.steps[-1]
-    step = StepPair(pair, pair.one.spots[last[0]], pair.two.spots[last[1]], last, len(pair.steps), 0.0)
+    last_pair = pair.steps[-1]
+    step = StepPair(pair, pair.one.spots[last_pair[0]], pair.two.spots[last_pair[1]], last_pair, len(pair.steps), 0.0)
     if first_count != second_count:
         text = f"{pair.one.name} makes {first_count} steps and {pair.two.name} {second_count}"
         finding = step.finding("steps", "step-count", text)
@@ -445,9 +478,9 @@ def _notes(pair: TracePair, verdict: TraceVerdict) -> None:
     heads = [side.spots[0].part.first.head for side in (pair.one, pair.two)]
     names = sorted(set(heads[0]["versions"]) | set(heads[1]["versions"]))
     for name in names:
-        first, second = (head["versions"].get(name, "none") for head in heads)
-        if first != second:
-            verdict.notes.append(f"{name} is {first} in the first and {second} in the second")
+        first_version, second_version = (head["versions"].get(name, "none") for head in heads)
+        if first_version != second_version:
+            verdict.notes.append(f"{name} is {first_version} in the first and {second_version} in the second")
     if heads[0]["script"] != heads[1]["script"]:
         verdict.notes.append("the scripts differ")
     for side in (pair.one, pair.two):

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 
+# Samples that a message lists, at most.
 _MOST_LISTED = 6
 
 
@@ -57,18 +58,26 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if short is not None:
         return short
     first_reads, second_reads = _reads(step.pair, *step.at)
-    first = counted(first_reads)
-    second = counted(second_reads)
-    if first == second or not first or not second or counted(readers(first_reads)) == counted(readers(second_reads)):
+    first_counts = counted(first_reads)
+    second_counts = counted(second_reads)
+    if (
+        first_counts == second_counts
+        or not first_counts
+        or not second_counts
+        or counted(readers(first_reads)) == counted(readers(second_reads))
+    ):
         return None
     for name, samples in ((SECOND, second_reads), (FIRST, first_reads)):
-        parts = [Counter(sample.content for sample in each) for each in samples.values() if each]
-        if len(parts) > 1 and every(part == parts[0] for part in parts):
+        parts = [
+            Counter(sample.content for sample in rank_samples) for rank_samples in samples.values() if rank_samples
+        ]
+        if len(parts) > 1 and every(contents == parts[0] for contents in parts):
             return step.finding(
                 "data", "overlapping", f"in {name} all ranks read {_list_contents(samples[min(samples)])}", "samples", 1
             )
-    count = sum(second.values())
-    expected = sum(first.values())
+    count = sum(second_counts.values())
+    expected = sum(first_counts.values())
+    # An uneven split or a lost sample changes the number by less.
     if max(count, expected) >= 1.5 * min(count, expected):
         cause = "batch-size" if count > expected else "batch-share"
         return step.finding("data", cause, f"{count} samples instead of {expected}", "samples")
@@ -76,7 +85,7 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if repeated is not None:
         return repeated
     if count == expected and not _are_elsewhere(step, (first_reads, second_reads)):
-        # The same samples, padded to another length, or other contents
+        # They are the same samples padded to another length, or samples with other contents.
         return None
     return (
         _overlap(step, first_reads, second_reads)
@@ -86,14 +95,17 @@ def data_difference(step: StepPair) -> TraceFinding | None:
 
 
 def _cut_short(step: StepPair) -> TraceFinding | None:
-    """Report batches of one run that are loaded as a whole and computed in part; all others are computed as a whole."""
+    """Report batches of one run that are loaded as a whole and computed in part.
+
+    All others must be computed as a whole.
+    """
     counts = [
         (name, rank, _computed(use, load), int(load["n"]))
         for name, side, at in ((SECOND, step.pair.two, step.at[1]), (FIRST, step.pair.one, step.at[0]))
         for rank, use in _uses(side, at).items()
         for load in use.loads
     ]
-    short = [each for each in counts if each[2] < each[3]]
+    short = [entry for entry in counts if entry[2] < entry[3]]
     if len({name for name, *_ in short}) != 1 or any(count > size for _, _, count, size in counts):
         return None
     name, rank, count, size = short[0]
@@ -110,24 +122,36 @@ def _computed(use: Use, load: dict[str, Any]) -> int:
 def contents_difference(step: StepPair) -> TraceFinding | None:
     """Report samples with other contents, which explain a gradient if nothing else does."""
     first_reads, second_reads = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
-    first = counted(first_reads)
-    second = counted(second_reads)
-    if first == second or counted(readers(first_reads)) == counted(readers(second_reads)) or not second - first:
+    first_counts = counted(first_reads)
+    second_counts = counted(second_reads)
+    if (
+        first_counts == second_counts
+        or counted(readers(first_reads)) == counted(readers(second_reads))
+        or not second_counts - first_counts
+    ):
         return None
-    if same_effect(step):  # different padding, or samples that the loss ignores
+    # Different padding, or samples that the loss ignores.
+    if same_effect(step):
         return None
-    wrong = next(iter((second - first).keys()))
-    rank, sample = next((rank, s) for rank, each in second_reads.items() for s in each if s.content == wrong)
-    indices = [Counter(s.index for each in side.values() for s in each) for side in (first_reads, second_reads)]
+    wrong = next(iter((second_counts - first_counts).keys()))
+    rank, sample = next(
+        (rank, s) for rank, rank_samples in second_reads.items() for s in rank_samples if s.content == wrong
+    )
+    indices = [
+        Counter(s.index for rank_samples in side.values() for s in rank_samples) for side in (first_reads, second_reads)
+    ]
     if indices[0] == indices[1] and -1 not in indices[0]:
         return step.finding("data", "other-contents", f"{sample.name} has different contents", "samples", rank)
     return step.finding("data", "other-samples", f"{_list_contents(second_reads[rank])} on rank {rank}", "samples")
 
 
 def _reads(pair: TracePair, first_at: int, second_at: int) -> tuple[dict[int, list[TracedSample]], ...]:
-    """Return rank -> samples of a step of each run; known by their indices where these are the same in both."""
+    """Return the samples of a step by rank, for each run.
+
+    They are known by their indices if these are the same in both runs.
+    """
     reads = trained(_uses(pair.one, first_at), _uses(pair.two, second_at))
-    return tuple(_by_index(each) if _is_indexed(pair) else each for each in reads)
+    return tuple(_by_index(side) if _is_indexed(pair) else side for side in reads)
 
 
 def _reads_of(pair: TracePair, side: TraceSide, at: int) -> dict[int, list[TracedSample]]:
@@ -143,7 +167,10 @@ def _by_index(reads: dict[int, list[TracedSample]]) -> dict[int, list[TracedSamp
 
 
 def _is_indexed(pair: TracePair) -> bool:
-    """Whether equal indices are the same sample in both runs: whatever has equal contents has equal indices."""
+    """Whether equal indices are the same sample in both runs.
+
+    They are if whatever has equal contents has equal indices.
+    """
     if pair.indexed is None:
         pair.indexed = _have_equal_indices(pair)
     return pair.indexed
@@ -154,7 +181,7 @@ def _have_equal_indices(pair: TracePair) -> bool:
     counts = Counter[int](), Counter[int]()
     for at in pair.steps:
         for reads, places, count in zip(trained(*_uses_at(pair, at)), sides, counts, strict=True):
-            for sample in (each for samples in reads.values() for each in samples):
+            for sample in (entry for samples in reads.values() for entry in samples):
                 places.setdefault(sample.content, set()).add(sample.index)
                 count[sample.index] += 1
     common = sides[0].keys() & sides[1].keys()
@@ -179,12 +206,14 @@ def _repeated_epoch(
 ) -> TraceFinding | None:
     """Report an epoch that repeats the order of an earlier one."""
     for side, at, samples in ((step.pair.two, step.at[1], second), (step.pair.one, step.at[0], first)):
-        epoch = max((sample.epoch for each in samples.values() for sample in each), default=-1)
+        epoch = max((sample.epoch for rank_samples in samples.values() for sample in rank_samples), default=-1)
         if epoch < 1:
             continue
         for before in range(at - 1, -1, -1):
             earlier_samples = _reads_of(step.pair, side, before)
-            earlier = max((sample.epoch for each in earlier_samples.values() for sample in each), default=-1)
+            earlier = max(
+                (sample.epoch for rank_samples in earlier_samples.values() for sample in rank_samples), default=-1
+            )
             if earlier < epoch and counted(earlier_samples) == counted(samples):
                 text = f"epoch {epoch + 1} reads the samples that epoch {earlier + 1} read in step {before + 1}"
                 return step.finding("data", "set-epoch", text, "samples")
@@ -198,36 +227,39 @@ def _samples_of_other_step(
 
     That is a resume that starts too late or too early, or a lost sample.
     """
-    first = counted(first_reads)
-    second = counted(second_reads)
-    new = second - first
-    missing = first - second
-    names = {s.content: s.name for side in (first_reads, second_reads) for each in side.values() for s in each}
+    first_counts = counted(first_reads)
+    second_counts = counted(second_reads)
+    new = second_counts - first_counts
+    missing = first_counts - second_counts
+    names = {s.content: s.name for side in (first_reads, second_reads) for entry in side.values() for s in entry}
     resumed = step.pair.shift or step.one.begins or step.two.begins
     owner = "its" if sum(missing.values()) == 1 else "their"
     text = f"{_list_samples(missing, names)} missing, {_list_samples(new, names)} in {owner} place"
-    epochs = [max((s.epoch for each in side.values() for s in each), default=0) for side in (first_reads, second_reads)]
-    for offset in (1, -1, 2, -2, *(-each for each in range(3, step.at[0] + 1)), *range(3, 50)):
+    epochs = [
+        max((s.epoch for entry in side.values() for s in entry), default=0) for side in (first_reads, second_reads)
+    ]
+    # The nearest steps first; later ones only up to 50 steps ahead.
+    for offset in (1, -1, 2, -2, *(-entry for entry in range(3, step.at[0] + 1)), *range(3, 50)):
         at = step.at[0] + offset
         if not 0 <= at < len(step.pair.one.spots):
             continue
         contents = counted(_reads_of(step.pair, step.pair.one, at))
-        identical = contents == second
-        part = abs(offset) == 1 and sum(missing.values()) < sum(first.values()) and not new - contents
-        if (identical and (resumed or abs(offset) <= 2)) or (part and resumed):
+        identical = contents == second_counts
+        is_shifted = abs(offset) == 1 and sum(missing.values()) < sum(first_counts.values()) and not new - contents
+        if (identical and (resumed or abs(offset) <= 2)) or (is_shifted and resumed):
             if identical:
                 text = f"it reads the samples of the first run's step {at + 1}"
             if offset > 0:
                 return step.finding("data", "late-resume" if resumed else "lost-samples", text, "samples")
             return step.finding("data", "early-resume" if resumed else "repeated-samples", text, "samples")
     if (
-        sum(missing.values()) < sum(first.values())
+        sum(missing.values()) < sum(first_counts.values())
         and epochs[0] == epochs[1]
-        and sum(new.values()) * 2 <= sum(first.values())
+        and sum(new.values()) * 2 <= sum(first_counts.values())
     ):
         repeated = []
         for content in new:
-            if second[content] > 1 or content in _recent_samples(step):
+            if second_counts[content] > 1 or content in _recent_samples(step):
                 repeated.append(content)
         if repeated or not missing:
             cause = "repeated-samples"
@@ -246,21 +278,23 @@ def _recent_samples(step: StepPair) -> set[int]:
 
 
 def _are_elsewhere(step: StepPair, reads: tuple[dict[int, list[TracedSample]], ...]) -> bool:
-    """Whether most samples that only one run has in this step occur in other steps of the epoch, in either run.
+    """Whether most samples of only one run occur in other steps of the epoch.
+
+    They may occur there in either run.
 
     Padded to other lengths, samples have contents that no other step has.
     """
-    first, second = (counted(each) for each in reads)
-    only = (first - second) + (second - first)
-    found = 0
+    first_counts, second_counts = (counted(entry) for entry in reads)
+    only = (first_counts - second_counts) + (second_counts - first_counts)
+    elsewhere = 0
     for content, count in only.items():
         others = [
-            place.get(content, set()) - {(_epoch(each), at)}
-            for place, each, at in zip(_places(step.pair), reads, step.at, strict=True)
+            occurrences.get(content, set()) - {(_epoch(entry), at)}
+            for occurrences, entry, at in zip(_places(step.pair), reads, step.at, strict=True)
         ]
-        epochs = [{epoch for epoch, _ in each} for each in others]
-        found += count * any(_epoch(each) in own for each, own in zip(reads, epochs, strict=True))
-    return bool(found) and 2 * found >= only.total()
+        epochs = [{epoch for epoch, _ in entry} for entry in others]
+        elsewhere += count * any(_epoch(entry) in side_epochs for entry, side_epochs in zip(reads, epochs, strict=True))
+    return bool(elsewhere) and 2 * elsewhere >= only.total()
 
 
 def _places(pair: TracePair) -> list[dict[int, set[tuple[int, int]]]]:
@@ -269,7 +303,7 @@ def _places(pair: TracePair) -> list[dict[int, set[tuple[int, int]]]]:
         for side in (pair.one, pair.two):
             places: dict[int, set[tuple[int, int]]] = {}
             for at in range(len(side.spots)):
-                for sample in (each for samples in _reads_of(pair, side, at).values() for each in samples):
+                for sample in (entry for samples in _reads_of(pair, side, at).values() for entry in samples):
                     places.setdefault(sample.content, set()).add((sample.epoch, at))
             pair.places.append(places)
     return pair.places
@@ -285,12 +319,12 @@ def _epochs(
 ) -> list[dict[int, Counter[int]]]:
     """Return rank -> samples of this step's epoch, for both runs, over the common steps."""
     sides: list[dict[int, Counter[int]]] = []
-    for side, place, first in ((step.pair.one, 0, first_reads), (step.pair.two, 1, second_reads)):
-        epoch = next((s.epoch for each in first.values() for s in each), -1)
+    for side, index, reads in ((step.pair.one, 0, first_reads), (step.pair.two, 1, second_reads)):
+        epoch = next((s.epoch for rank_samples in reads.values() for s in rank_samples), -1)
         ranks: dict[int, Counter[int]] = {}
         for pair in step.pair.steps:
-            for rank, each in _reads_of(step.pair, side, pair[place]).items():
-                ranks.setdefault(rank, Counter()).update(s.content for s in each if s.epoch == epoch)
+            for rank, rank_samples in _reads_of(step.pair, side, pair[index]).items():
+                ranks.setdefault(rank, Counter()).update(s.content for s in rank_samples if s.epoch == epoch)
         sides.append(ranks)
     return sides
 
@@ -299,15 +333,15 @@ def _overlap(
     step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
     """Report ranks that share more samples of an epoch than padding explains."""
-    first, second = _epochs(step, first_reads, second_reads)
-    if len(second) < 2 or step.two.begins:
+    first_ranks, second_ranks = _epochs(step, first_reads, second_reads)
+    if len(second_ranks) < 2 or step.two.begins:
         return None
-    total = sum(second.values(), Counter())
+    total = sum(second_ranks.values(), Counter())
     several = []
     for content in total:
-        if sum(content in part for part in second.values()) > 1:
+        if sum(content in counts for counts in second_ranks.values()) > 1:
             several.append(content)
-    expected = sum(first.values(), Counter())
+    expected = sum(first_ranks.values(), Counter())
     if len(several) > max(2, len(total) // 10) and max(expected.values(), default=1) == 1:
         text = f"in {SECOND} {len(several)} of {len(total)} samples of the epoch are on more than one rank"
         return step.finding("data", "other-shuffle", text, "samples")
@@ -322,8 +356,10 @@ def _other_order(
     missing = counts[0] - counts[1]
     new = counts[1] - counts[0]
     if missing.total() == new.total():
-        first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads))
-        common = (first & second).total()
+        first_epoch, second_epoch = (
+            sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads)
+        )
+        common = (first_epoch & second_epoch).total()
         text = f"the epoch has the same samples ({common} in what was recorded of it), but not in the same steps"
         return step.finding("data", "other-order", text, "samples")
     if missing.total() > new.total():
@@ -343,7 +379,7 @@ def _shortest(reads: dict[int, list[TracedSample]]) -> int:
 
 
 def _rank(samples: dict[int, list[TracedSample]], new: Counter[int]) -> int:
-    return next((rank for rank, each in samples.items() if any(s.content in new for s in each)), -1)
+    return next((rank for rank, rank_samples in samples.items() if any(s.content in new for s in rank_samples)), -1)
 
 
 def _list_samples(contents: Counter[int], names: dict[int, str]) -> str:
@@ -361,8 +397,10 @@ def _list_contents(samples: list[TracedSample]) -> str:
     return _list_samples(Counter(dict.fromkeys((s.content for s in samples), 1)), {s.content: s.name for s in samples})
 
 
-_COMMON = ("torch", "cuda", "python", "numpy")  # generators that every process has; others are the model's own
-_OF_HOST = ("python", "numpy")  # draw numbers of a step, not masks of samples
+# Generators that every process has; others belong to the model.
+_COMMON = ("torch", "cuda", "python", "numpy")
+# Generators of numbers for a step, not of masks for samples.
+_OF_HOST = ("python", "numpy")
 
 
 class Forward(NamedTuple):
@@ -394,10 +432,10 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
     states = {name: _states(spot) for name, spot in step.sides()}
     every_forward = [each for ranks in states.values() for forwards in ranks.values() for each in forwards]
     keys = {key for each in every_forward for key in each.before if each.draws(key)}
-    first = states[FIRST]
-    second = states[SECOND]
+    first_states = states[FIRST]
+    second_states = states[SECOND]
     # Numbers of a step, such as which layers it leaves out, are the same in any split.
-    keys = {key for key in keys if _drawn(first, key) != _drawn(second, key)}
+    keys = {key for key in keys if _drawn(first_states, key) != _drawn(second_states, key)}
     if not keys:
         return "", None
     for key in sorted(keys - set(_OF_HOST), key=lambda each: (each in _COMMON, each)):
@@ -406,10 +444,13 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
             if wrong is not None:
                 return "", wrong
     key = min(keys, key=lambda each: (each in _COMMON, each))
-    shapes = [{rank: [forward.size for forward in each] for rank, each in ranks.items()} for ranks in (first, second)]
+    shapes = [
+        {rank: [forward.size for forward in each] for rank, each in ranks.items()}
+        for ranks in (first_states, second_states)
+    ]
     if shapes[0] == shapes[1]:
-        for rank, forwards in second.items():
-            if [each.before.get(key) for each in forwards] != [each.before.get(key) for each in first[rank]]:
+        for rank, forwards in second_states.items():
+            if [each.before.get(key) for each in forwards] != [each.before.get(key) for each in first_states[rank]]:
                 text = f"the state of the {key} generator differs before the forward, which draws from it"
                 return "", step.finding("randomness", "random", text, key, rank)
         return "", None
@@ -436,16 +477,20 @@ def _states(spot: Spot) -> dict[int, list[Forward]]:
 def _two_steps(spot: Spot) -> list[tuple[int, int, Forward]]:
     """List (step, rank, forward) of a step and of the one after it."""
     steps = [Spot(spot.part, at) for at in (spot.at, spot.at + 1) if at < spot.part.count]
-    return [(each.at, rank, forward) for each in steps for rank, ran in _states(each).items() for forward in ran]
+    return [(entry.at, rank, forward) for entry in steps for rank, ran in _states(entry).items() for forward in ran]
 
 
 def _drawn(ranks: dict[int, list[Forward]], key: str) -> set[tuple[str, str]]:
     """Return the generator's states before and after each forward."""
-    return {(each.before.get(key, ""), each.after.get(key, "")) for forwards in ranks.values() for each in forwards}
+    return {
+        (forward.before.get(key, ""), forward.after.get(key, "")) for forwards in ranks.values() for forward in forwards
+    }
 
 
 def _equal_draws(step: StepPair, name: str, spot: Spot, key: str) -> TraceFinding | None:
-    """Report two forwards of other samples that draw the same numbers, on two ranks or in two steps.
+    """Report two forwards of other samples that draw the same numbers.
+
+    They are on two ranks or in two steps.
 
     A generator that is seeded within the forward has equal states only after it; a second forward then ends with the
     state that it begins with, as if it drew nothing.
@@ -473,8 +518,10 @@ def _equal_draws(step: StepPair, name: str, spot: Spot, key: str) -> TraceFindin
     return None
 
 
-_MOST_RESIDUAL = 1e-3  # share of a gradient that the sum of the two may leave unexplained
-_LEAST_SHARE = 0.05  # smallest share of a kept gradient
+# Share of a gradient that the sum of two others may leave unexplained.
+_MOST_RESIDUAL = 1e-3
+# Smallest share of a kept gradient that is reported.
+_LEAST_SHARE = 0.05
 
 
 def parameter_sets(step: StepPair) -> TraceFinding | None:
@@ -484,12 +531,13 @@ def parameter_sets(step: StepPair) -> TraceFinding | None:
         for name, only in ((SECOND, models.first), (FIRST, models.second)):
             if only:
                 return step.finding("initial weights", "other-model", f"{name} has no {_list_names(only)}", only[0])
-    for kind in ("weights", "begin"):
-        first = step.one.tensors(kind)
-        second = step.two.tensors(kind)
-        if kind == "begin" and not (first and second):
-            continue  # of large models it is recorded now and then
-        finding = _unmatched_tensors(step, matched(first, second))
+    for section in ("weights", "begin"):
+        first_tensors = step.one.tensors(section)
+        second_tensors = step.two.tensors(section)
+        if section == "begin" and not (first_tensors and second_tensors):
+            # For large models it is recorded only now and then.
+            continue
+        finding = _unmatched_tensors(step, matched(first_tensors, second_tensors))
         if finding is not None:
             return finding
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
@@ -505,13 +553,13 @@ def _unmatched_tensors(step: StepPair, sets: Matched) -> TraceFinding | None:
         (SECOND, step.two, step.one, sets.second, sets.first),
         (FIRST, step.one, step.two, sets.first, sets.second),
     )
-    for name, spot, _, own, lacks in sides:
-        if own and not set(own) & set(_model(spot)):
-            text = f"{name} updates {_list_names(own)} instead of {_list_names(lacks or ['none'])}"
-            return step.finding("parameters", "stale-optimizer", text, (lacks or own)[0])
+    for name, spot, _, extra, lacks in sides:
+        if extra and not set(extra) & set(_model(spot)):
+            text = f"{name} updates {_list_names(extra)} instead of {_list_names(lacks or ['none'])}"
+            return step.finding("parameters", "stale-optimizer", text, (lacks or extra)[0])
     for name, spot, other, _, lacks in sides:
         model = _model(spot)
-        only = [each for each in lacks if each in _trained_names(other) or each not in model]
+        only = [tensor for tensor in lacks if tensor in _trained_names(other) or tensor not in model]
         if only:
             if set(only) <= spot.part.names(spot.at, "frozen"):
                 cause = "frozen"
@@ -523,7 +571,7 @@ def _unmatched_tensors(step: StepPair, sets: Matched) -> TraceFinding | None:
 
 
 def _trained_names(spot: Spot) -> set[str]:
-    """Names of the tensors that the step trains."""
+    """Return the names of the tensors that the step trains."""
     if spot.hidden:
         return spot.tensors("weights").keys() - spot.part.names(spot.at, "frozen")
     return set(spot.tensors("grad"))
@@ -544,10 +592,14 @@ def unmatched_gradients(step: StepPair) -> list[str]:
     """List the gradients that only one run has and that are not all zero."""
     if step.one.hidden or step.two.hidden:
         return []
-    first = step.one.tensors("grad")
-    second = step.two.tensors("grad")
-    sets = matched(first, second)
-    return [name for name in chain(sets.first, sets.second) if (first.get(name) or second[name]).square != 0]
+    first_gradients = step.one.tensors("grad")
+    second_gradients = step.two.tensors("grad")
+    sets = matched(first_gradients, second_gradients)
+    return [
+        name
+        for name in chain(sets.first, sets.second)
+        if (first_gradients.get(name) or second_gradients[name]).square != 0
+    ]
 
 
 def gradient_sets(step: StepPair) -> TraceFinding | None:
@@ -570,14 +622,14 @@ def buffer_sets(step: StepPair) -> TraceFinding | None:
 
 def state_sets(step: StepPair) -> TraceFinding | None:
     """Compare the two optimizers' states for tensors that both train."""
-    first = step.one.tensors("state")
-    second = step.two.tensors("state")
+    first_states = step.one.tensors("state")
+    second_states = step.two.tensors("state")
     trained = step.one.tensors("grad").keys() & step.two.tensors("grad").keys()
-    sets = matched(first, second)
+    sets = matched(first_states, second_states)
     for name, only in ((SECOND, sets.first), (FIRST, sets.second)):
-        lacking = [each for each in only if each.rpartition("/")[0] in trained]
-        # Of large models they are recorded now and then
-        if lacking and first and second:
+        lacking = [key for key in only if key.rpartition("/")[0] in trained]
+        # For large models states are recorded only now and then.
+        if lacking and first_states and second_states:
             return step.finding("optimizer state", "state", f"{name} has no {_list_names(lacking)}", lacking[0])
     return None
 
@@ -593,17 +645,19 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
         previous = next((earlier for earlier in _previous_gradients(spot) if earlier.keys() == grads.keys()), None)
         if previous is None or not grads or not matched(grads, fresh).whole:
             continue
-        sum_, current, before = ([x for each in grads for x in side[each].sketch] for side in (grads, fresh, previous))
+        sum_, current, before = (
+            [x for tensor in grads for x in side[tensor].sketch] for side in (grads, fresh, previous)
+        )
         length = math.hypot(*sum_, *current, *before)
         if not math.isfinite(length):
             continue
         length = math.hypot(*sum_)
-        # unclipped, and clipped
+        # The plain sum, then a least-squares fit, since clipping scales both.
         for a, b in ((1.0, 1.0), _shares(sum_, current, before)):
             residual = math.dist(sum_, [a * x + b * y for x, y in zip(current, before, strict=True)])
-            part = b * math.hypot(*before) / length if length else 0.0
-            if a > 0 and part > _LEAST_SHARE and residual <= max(_MOST_RESIDUAL, step.limit) * length:
-                text = f"in {name} {part:.2g} of its length is the previous update's gradient"
+            weight = b * math.hypot(*before) / length if length else 0.0
+            if a > 0 and weight > _LEAST_SHARE and residual <= max(_MOST_RESIDUAL, step.limit) * length:
+                text = f"in {name} {weight:.2g} of its length is the previous update's gradient"
                 return step.finding("gradient", "kept-gradient", text, "all gradients")
     return None
 
@@ -623,6 +677,7 @@ def _shares(target: list[float], first: list[float], second: list[float]) -> tup
     b = _dot(first, second)
     c = _dot(second, second)
     determinant = a * c - b * b
+    # The two are nearly parallel, so the fit would be arbitrary.
     if not determinant > 1e-6 * a * c:
         return 0.0, 0.0
     d = _dot(target, first)

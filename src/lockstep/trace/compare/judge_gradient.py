@@ -36,16 +36,18 @@ __all__ = [
 ]
 
 
-# of docs/inside/verify.md
+# Constants of the tolerance in docs/inside/verify.md.
 _SAFETY = 32.0
 _CEILING = 0.25
 _FINE = ROUNDOFF["float32"]
-# roundings of the coarsest dtype; in between the measured distance decides
+# Roundings of the coarsest dtype, at least and at most; between them the measured distance decides.
 _LEAST_LIMIT = 4.0
 _MOST = 16.0
-_DISTANCE_FACTOR = 8.0  # times the distance of the same samples' outputs
+# Factor on the measured distance of the same samples' outputs.
+_DISTANCE_FACTOR = 8.0
 
-Output = tuple[int, tuple[float, float]]  # rank; signed sum and sum of squares of the output
+# (rank, (signed sum of an output, sum of its squares))
+Output = tuple[int, tuple[float, float]]
 
 
 def gradient_limit(step: StepPair) -> float:
@@ -60,7 +62,7 @@ def gradient_limit(step: StepPair) -> float:
     for spot in (step.one, step.two):
         losses = sum(len(record["loss"]) for record in spot.part.records(spot.at).values())
         count = max(count, losses + spot.part.world)
-    # Coarser roundings go either way, so their sum grows with the root of their number
+    # Coarser roundings go either way, so their sum grows with the root of their number.
     fine = unit <= _FINE
     if fine:
         rounding = _SAFETY * count * unit * (step.number + 1)
@@ -68,41 +70,41 @@ def gradient_limit(step: StepPair) -> float:
         rounding = _LEAST_LIMIT * math.sqrt(count) * unit
     if step.number or step.one.part.world != step.two.part.world:
         gap = _output_distance(step)
-        # Else rounding does not explain it
+        # Rounding does not explain a larger gap, so it does not widen the limit.
         measured = _DISTANCE_FACTOR * gap if gap <= _MOST * inner else 0.0
         rounding += min(_MOST * inner, max(_LEAST_LIMIT * inner, measured))
     return min(_CEILING, rounding + GROWTH * step.off)
 
 
 def _coarsest(step: StepPair) -> float:
-    """Unit roundoff of the coarsest dtype that the modules compute in, from the first step."""
+    """Return the unit roundoff of the modules' coarsest dtype, from the first step."""
     kinds = set()
     for spot in (step.one, step.two):
         for record in spot.part.records(0).values():
             for forward in record["fwd"]:
                 kinds.add(forward.get("ac", ""))
-    return max([_unit(step), *(ROUNDOFF.get(kind, 0.0) for kind in kinds)])
+    return max([_unit(step), *(ROUNDOFF.get(dtype, 0.0) for dtype in kinds)])
 
 
 def _unit(step: StepPair) -> float:
-    """Unit roundoff of the gradients' dtype."""
+    """Return the unit roundoff of the gradients' dtype."""
     kinds = set()
     for spot in (step.one, step.two):
         for tensor in spot.tensors("grad").values():
             kinds.add(tensor.kind)
-    return max((ROUNDOFF.get(kind, 0.0) for kind in kinds), default=_FINE)
+    return max((ROUNDOFF.get(dtype, 0.0) for dtype in kinds), default=_FINE)
 
 
 def _output_distance(step: StepPair) -> float:
-    """Relative distance of the same samples' outputs in the first step."""
-    first = max(0, step.pair.shift)
-    first_outputs = _outputs_of(step.pair.one.spots[first])
-    second_outputs = _outputs_of(step.pair.two.spots[first - step.pair.shift])
+    """Return the relative distance of the same samples' outputs in the first step."""
+    start = max(0, step.pair.shift)
+    first_outputs = _outputs_of(step.pair.one.spots[start])
+    second_outputs = _outputs_of(step.pair.two.spots[start - step.pair.shift])
     pairs = []
     for key in first_outputs.keys() & second_outputs.keys():
         pairs.append((first_outputs[key][1], second_outputs[key][1]))
     square = sum(a[1] for a, _ in pairs)
-    # Random signs: in the mean, the outputs' distance
+    # The signs are random: the mean of these squares is the squared distance.
     error = sum((a[0] - b[0]) ** 2 for a, b in pairs)
     if square > 0 and math.isfinite(error + square):
         return math.sqrt(error / square)
@@ -118,27 +120,34 @@ def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
             samples = words(forward.get("s"))
             if not forward["train"] or len(values) != 2 * len(samples):
                 continue
-            for place, sample in enumerate(samples):
+            for index, sample in enumerate(samples):
                 count = 0
                 while (forward["m"], sample, forward["w"], count) in outputs:
                     count += 1
-                outputs[forward["m"], sample, forward["w"], count] = rank, (values[2 * place], values[2 * place + 1])
+                outputs[forward["m"], sample, forward["w"], count] = rank, (values[2 * index], values[2 * index + 1])
     return outputs
 
 
-_LEAST = 1e-4  # share by which equal factors may differ
-_ROUNDINGS = 2.0  # of the coarsest dtype, by which they may be off
-_STANDARD_ERRORS = 6.0  # standard errors of a mean factor
-_FREEDOM = 4  # extra samples over the forwards needed to know the error of a mean
-_RATIO = 1e-3  # share by which a ratio may miss a whole number
+# Share by which equal factors may differ, at least.
+_LEAST = 1e-4
+# Roundings of the coarsest dtype by which factors may be off.
+_ROUNDINGS = 2.0
+# Standard errors by which a mean factor may be off.
+_STANDARD_ERRORS = 6.0
+# Samples beyond one a forward that are needed to know the error of a mean.
+_FREEDOM = 4
+# Share by which a ratio may miss a whole number.
+_RATIO = 1e-3
 
-Counts = dict[int, list[int]]  # rank -> items of each of its losses
-Forward = tuple[int, int]  # rank, number of its forward in the step
+# Rank -> items of each of its losses.
+Counts = dict[int, list[int]]
+# (rank, number of its forward in the step)
+Forward = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Factor:
-    """The factor by which two forwards' common samples weigh more in the second run.
+    """Factor by which two forwards' common samples weigh more in the second run.
 
     Attributes:
         mean: its logarithm.
@@ -168,14 +177,15 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
         for ways in product(("all", "rank", "forward"), repeat=2):
             if _divisors_explain(factors, counts, ways, least):
                 return _rank_average(step, times, counts, ways)
-    for name, sign, own, other in ((SECOND, 1.0, step.two, step.one), (FIRST, -1.0, step.one, step.two)):
-        if _are_averaged(_forwards(factors, sign), factors, (own.part.world, other.part.world), least):
+    for name, sign, spot, other in ((SECOND, 1.0, step.two, step.one), (FIRST, -1.0, step.one, step.two)):
+        if _are_averaged(_forwards(factors, sign), factors, (spot.part.world, other.part.world), least):
             text = (
                 f"in {name} each loss is divided by its own items, so one counts {times:.6g} times as much as another"
             )
             return step.finding("normalisation", "rank-average", text, "items")
     if sum(each.samples - 1 for each in factors) < _FREEDOM:
-        return None  # too few samples to know how far such lengths vary anyway
+        # Too few samples to know how far such lengths vary by themselves.
+        return None
     text = (
         f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, unlike the first"
     )
@@ -183,21 +193,21 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
 
 
 def _forwards(factors: list[_Factor], sign: float) -> dict[Forward, list[float]]:
-    """Return each forward of a run -> the logarithms by which its samples weigh more than in the other run.
+    """Return the log weights of each forward's samples, relative to the other run.
 
     Args:
         sign: 1 for the second run, -1 for the first.
     """
     means: dict[Forward, list[float]] = {}
-    for each in factors:
-        means.setdefault(each.two if sign > 0 else each.one, []).append(sign * each.mean)
+    for factor in factors:
+        means.setdefault(factor.two if sign > 0 else factor.one, []).append(sign * factor.mean)
     return means
 
 
 def _are_averaged(
     means: dict[Forward, list[float]], factors: list[_Factor], worlds: tuple[int, int], least: float
 ) -> bool:
-    """Whether each forward of a run has a divisor of its own, of which nothing but their sum is known.
+    """Whether each forward of a run has its own divisor, given only their sum.
 
     A loss over n items weighs each N / n times as much as one over the N of a step; the sum of n / N is 1. Losses of
     a correct run on W ranks are W times as large, since DDP divides; those of A forwards a rank may be divided by A.
@@ -206,7 +216,7 @@ def _are_averaged(
         worlds: ranks of the run with `means`, and of the other run.
     """
     spread = [max(values) - min(values) for values in means.values()]
-    if len(means) < 2 or max([*spread, *(each.apart for each in factors)]) > least:
+    if len(means) < 2 or max([*spread, *(factor.apart for factor in factors)]) > least:
         return False
     total = sum(math.exp(-_mean(values)) for values in means.values()) / worlds[1]
     return any(abs(total / whole - 1.0) <= least for whole in (1.0, len(means) / worlds[0]))
@@ -215,31 +225,34 @@ def _are_averaged(
 def same_effect(step: StepPair) -> bool:
     """Whether each sample moves the loss equally in both runs, up to its forward's divisor."""
     factors = _factors(step)
-    return any(each.samples > 1 for each in factors) and every(each.apart <= _tolerance(step) for each in factors)
+    return any(factor.samples > 1 for factor in factors) and every(
+        factor.apart <= _tolerance(step) for factor in factors
+    )
 
 
 def _rank_average(step: StepPair, times: float, counts: list[Counts], ways: tuple[str, ...]) -> TraceFinding:
     name, side, way = next(
-        each
-        for each in zip(("the second run", "the first run"), counts[::-1], ways[::-1], strict=True)
-        if each[2] != "all"
+        entry
+        for entry in zip(("the second run", "the first run"), counts[::-1], ways[::-1], strict=True)
+        if entry[2] != "all"
     )
     if way == "rank":
         divisors = _by_rank(side)
     else:
         divisors = []
-        for each in side.values():
-            divisors.extend(each)
+        for entry in side.values():
+            divisors.extend(entry)
     items = " and ".join(map(str, divisors))
-    own = "rank's" if way == "rank" else "micro-batch's"
+    whose = "rank's" if way == "rank" else "micro-batch's"
     text = (
-        f"in {name} each loss is divided by the {own} own items ({items}), so one item counts {times:.6g} times as much"
+        f"in {name} each loss is divided by the {whose} own items ({items}), so one item counts {times:.6g} times as "
+        "much"
     )
     return step.finding("normalisation", "rank-average", f"{text} as another", f"items {items}")
 
 
 def _tolerance(step: StepPair) -> float:
-    """The distance below which factors count as equal."""
+    """Return the distance below which factors count as equal."""
     return min(0.25, max(_LEAST, _ROUNDINGS * _coarsest(step)) + GROWTH * step.off)
 
 
@@ -250,20 +263,22 @@ def _mean(values: list[float]) -> float:
 
 
 def _factors(step: StepPair) -> list[_Factor]:
-    """The factors of all pairs of forwards with common samples."""
+    """Return the factors of all pairs of forwards with common samples."""
     groups: dict[tuple[Forward, Forward], list[tuple[float, float]]] = {}
     sides = _output_gradient_norms(step)
     for key, (forward, first_norm) in sides[0].items():
         if key in sides[1] and first_norm > 0:
             second_forward, second_norm = sides[1][key]
             if second_norm > 0 and math.isfinite(first_norm * second_norm):
+                # Weighted by the squared norm: the lengths of small gradients are noisy.
                 groups.setdefault((forward, second_forward), []).append(
                     (math.log(second_norm / first_norm), first_norm * first_norm)
                 )
-    means = {key: _weighted_mean(each) for key, each in groups.items()}
+    means = {key: _weighted_mean(ratios) for key, ratios in groups.items()}
     count = sum(map(len, groups.values()))
-    total = sum(w for each in groups.values() for _, w in each)
-    off = sum(w * (value - means[key]) ** 2 for key, each in groups.items() for value, w in each)
+    total = sum(w for ratios in groups.values() for _, w in ratios)
+    off = sum(w * (value - means[key]) ** 2 for key, ratios in groups.items() for value, w in ratios)
+    # The standard error of a sample's ratio, pooled over all forwards.
     if count > len(groups):
         spread = math.sqrt(off / total * count / (count - len(groups)))
     else:
@@ -272,11 +287,11 @@ def _factors(step: StepPair) -> list[_Factor]:
         _Factor(
             *key,
             means[key],
-            spread * math.sqrt(sum(w * w for _, w in each)) / sum(w for _, w in each),
-            len(each),
-            max(abs(value - means[key]) for value, _ in each),
+            spread * math.sqrt(sum(w * w for _, w in ratios)) / sum(w for _, w in ratios),
+            len(ratios),
+            max(abs(value - means[key]) for value, _ in ratios),
         )
-        for key, each in groups.items()
+        for key, ratios in groups.items()
     ]
 
 
@@ -285,20 +300,23 @@ def _weighted_mean(values: list[tuple[float, float]]) -> float:
 
 
 def _output_gradient_norms(step: StepPair) -> list[dict[tuple[int, int], tuple[Forward, float]]]:
-    """For each run: (sample, earlier occurrences) -> (its forward, norm of its output's gradient)."""
+    """Return (sample, earlier occurrences) -> (forward, norm) for each run.
+
+    The norm is that of the gradient at the sample's output.
+    """
     uses = _uses(step)
     sides: list[dict[tuple[int, int], tuple[Forward, float]]] = []
     for use, contents in zip(uses, computed(*uses), strict=True):
         norms: dict[tuple[int, int], tuple[Forward, float]] = {}
         occurrences: dict[int, int] = {}
         for rank, forwards in contents.items():
-            for number, (each, samples) in enumerate(zip(use[rank].forwards, forwards, strict=False)):
-                values = floats(each.get("og"))
-                if each.get("backwards") != 1 or len(values) != len(samples):
+            for number, (forward, samples) in enumerate(zip(use[rank].forwards, forwards, strict=False)):
+                values = floats(forward.get("og"))
+                if forward.get("backwards") != 1 or len(values) != len(samples):
                     continue
                 for sample, value in zip(samples, values, strict=True):
-                    place = occurrences[sample] = occurrences.get(sample, -1) + 1
-                    norms[sample, place] = (rank, number), value
+                    occurrence = occurrences[sample] = occurrences.get(sample, -1) + 1
+                    norms[sample, occurrence] = (rank, number), value
         sides.append(norms)
     return sides
 
@@ -306,28 +324,28 @@ def _output_gradient_norms(step: StepPair) -> list[dict[tuple[int, int], tuple[F
 def _divisors_explain(factors: list[_Factor], counts: list[Counts], ways: tuple[str, ...], least: float) -> bool:
     """Whether these integer divisors explain the factors; `ways` is the divisor of each run."""
     residuals: list[float] = []
-    for each in factors:
+    for factor in factors:
         below = []
-        for side, way, at in zip(counts, ways, (each.one, each.two), strict=True):
+        for side, way, at in zip(counts, ways, (factor.one, factor.two), strict=True):
             below.append(_divisor(side, way, *at))
         if not every(map(bool, below)):
             return False
-        residuals.append(each.mean - math.log(below[0] / below[1]))
+        residuals.append(factor.mean - math.log(below[0] / below[1]))
     common = _mean(residuals)
     return every(
-        abs(value - common) <= max(least, _STANDARD_ERRORS * each.error)
-        for value, each in zip(residuals, factors, strict=True)
+        abs(value - common) <= max(least, _STANDARD_ERRORS * factor.error)
+        for value, factor in zip(residuals, factors, strict=True)
     )
 
 
 def _divisor(counts: Counts, way: str, rank: int, number: int) -> float:
-    each = counts.get(rank, [])
+    items = counts.get(rank, [])
     if way == "all":
         return 1.0
     if way == "rank":
-        return float(sum(each))
-    if number < len(each):
-        return float(each[number])
+        return float(sum(items))
+    if number < len(items):
+        return float(items[number])
     return 0.0
 
 
@@ -337,17 +355,19 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
     if finding is not None or not step.flagged:
         return finding
     losses = [_losses(spot) for spot in (step.one, step.two)]
-    if not every(map(bool, losses)) or not every(any(each.values()) for each in losses):
+    if not every(map(bool, losses)) or not every(any(rank_losses.values()) for rank_losses in losses):
         return None
-    first = _total(losses[0])
-    second = _total(losses[1])
+    first_loss = _total(losses[0])
+    second_loss = _total(losses[1])
     least = max(1e-5, step.limit)
-    if not math.isfinite(first * second) or abs(first - second) <= least * max(abs(first), abs(second)):
+    if not math.isfinite(first_loss * second_loss) or abs(first_loss - second_loss) <= least * max(
+        abs(first_loss), abs(second_loss)
+    ):
         return None
-    text = f"the loss of the step is {second:.6g} instead of {first:.6g}"
+    text = f"the loss of the step is {second_loss:.6g} instead of {first_loss:.6g}"
     for name, column in _keys(step):
         counts = [_counts(step, side, name, column) for side in (0, 1)]
-        weighted = [_weighted(each, count) for each, count in zip(losses, counts, strict=True)]
+        weighted = [_weighted(rank_losses, count) for rank_losses, count in zip(losses, counts, strict=True)]
         if None in weighted or weighted[0] is None or weighted[1] is None:
             continue
         if (
@@ -359,13 +379,14 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
             else:
                 side = counts[0]
             items = " and ".join(str(count) for count in _by_rank(side))
-            place = f"items {items}"
+            label = f"items {items}"
             text += f"; weighted by the items ({items}) they agree"
-            return step.finding("normalisation", "rank-average", text, place)
-    ratio = second / first if first else math.inf
+            return step.finding("normalisation", "rank-average", text, label)
+    ratio = second_loss / first_loss if first_loss else math.inf
     worlds = step.pair.two.world / step.pair.one.world
-    micro = [max(len(each) for each in side.values()) for side in losses]
+    micro = [max(len(rank_losses) for rank_losses in side.values()) for side in losses]
     near = max(_RATIO, _tolerance(step))
+    # Usual mistakes scale the loss by the world size, the accumulation, or a small whole number.
     for factor in (
         worlds,
         1 / worlds,
@@ -385,25 +406,25 @@ def _losses(spot: Spot) -> dict[int, list[float]]:
 
 
 def _total(losses: dict[int, list[float]]) -> float:
-    """The loss of the step: DDP's mean over the ranks of their summed losses."""
-    return sum(sum(each) for each in losses.values()) / max(1, len(losses))
+    """Return the loss of the step: DDP's mean over the ranks of their summed losses."""
+    return sum(sum(values) for values in losses.values()) / max(1, len(losses))
 
 
 def _by_rank(counts: Counts) -> list[int]:
-    return [sum(each) for each in counts.values()]
+    return [sum(items) for items in counts.values()]
 
 
 def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
-    """The mean over all items of a step.
+    """Return the mean over all items of a step.
 
     Each loss must be the mean over its micro-batch's items, divided by the number of micro-batches.
     """
     total = items = 0.0
-    for rank, each in losses.items():
+    for rank, values in losses.items():
         items_of_rank = counts.get(rank, [])
-        if len(items_of_rank) != len(each):
+        if len(items_of_rank) != len(values):
             return None
-        total += sum(value * len(each) * count for value, count in zip(each, items_of_rank, strict=True))
+        total += sum(value * len(values) * count for value, count in zip(values, items_of_rank, strict=True))
         items += sum(items_of_rank)
     if items:
         return total / items
@@ -444,11 +465,16 @@ def _counts(step: StepPair, side: int, name: str, column: int) -> Counts:
     return counts
 
 
-_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ only in length
-_LENGTH = 1e-2  # share by which a length may miss the clipped one
-_EQUAL = 1e-4  # share by which numbers that ranks share may differ
+# Sine of the largest angle between gradients that differ only in length.
+_PARALLEL = 1e-3
+# Share by which a length may miss the clipped one.
+_LENGTH = 1e-2
+# Share by which numbers that ranks share may differ.
+_EQUAL = 1e-4
+# BatchNorm's running statistics.
 _STATISTICS = ("running_mean", "running_var")
-_OUTPUT = 1e-3  # share by which a sample's output may differ
+# Share by which a sample's output may differ.
+_OUTPUT = 1e-3
 
 
 def gradient_difference(step: StepPair) -> TraceFinding:
@@ -472,7 +498,7 @@ def _records(spot: Spot) -> dict[int, dict[str, Any]]:
 
 
 def _clips(record: dict[str, Any]) -> list[list[Any]]:
-    """The clip events of a step: [when, "clip", which, limit, [norm]]."""
+    """Return the clip events of a step: [when, "clip", which, limit, [norm]]."""
     return [event for event in record["ev"] if event[1] == "clip"]
 
 
@@ -502,9 +528,9 @@ def _unequal_clip_norms(step: StepPair) -> TraceFinding | None:
         finite_norms = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
         if len(finite_norms) < 2:
             continue
-        first = finite_norms[min(finite_norms)]
+        reference = finite_norms[min(finite_norms)]
         wrong = next(
-            (rank for rank, norm in finite_norms.items() if abs(norm - first) > _EQUAL * max(norm, first)), None
+            (rank for rank, norm in finite_norms.items() if abs(norm - reference) > _EQUAL * max(norm, reference)), None
         )
         same = every(
             tensor.other is None or tensor.other[1] <= _EQUAL * tensor.norm for tensor in spot.tensors("grad").values()
@@ -550,8 +576,8 @@ def _unreduced(step: StepPair) -> TraceFinding | None:
         tensor, value = next(iter(unequal.items()))
         assert value.other is not None
         text = f"in {name} it differs from rank 0's by {share(value.other[1], value.norm)}"
-        part = len(unequal) < len(grads)
-        cause = "part-unreduced" if part else "unreduced"
+        is_partial = len(unequal) < len(grads)
+        cause = "part-unreduced" if is_partial else "unreduced"
         return step.finding(
             "reduction", cause, f"{text} ({len(unequal)} of {len(grads)} tensors)", tensor, value.other[0]
         )
@@ -569,7 +595,7 @@ def own_statistics(step: StepPair) -> TraceFinding | None:
         for n, w in spot.tensors("buffers").items():
             if n.rpartition(".")[2] in _STATISTICS:
                 statistics[n] = w
-        unequal += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
+        unequal += [(name, *entry) for entry in statistics.items() if unlike(entry[1])][:1]
     if len(unequal) != 1:
         return None
     run, name, statistic = unequal[0]
@@ -585,16 +611,19 @@ def _forward(step: StepPair) -> TraceFinding | None:
     least = max(_OUTPUT, 2 * step.limit)
     off: dict[int, int] = {}
     example = ""
-    for key, (_, first) in outputs[0].items():
+    for key, (_, first_sums) in outputs[0].items():
         if key not in outputs[1]:
             continue
-        rank, second = outputs[1][key]
-        error = abs(first[0] - second[0]) + abs(math.sqrt(abs(first[1])) - math.sqrt(abs(second[1])))
-        if not error <= least * math.sqrt(max(first[1], second[1])):
+        rank, second_sums = outputs[1][key]
+        error = abs(first_sums[0] - second_sums[0]) + abs(
+            math.sqrt(abs(first_sums[1])) - math.sqrt(abs(second_sums[1]))
+        )
+        if not error <= least * math.sqrt(max(first_sums[1], second_sums[1])):
             off[rank] = off.get(rank, 0) + 1
             example = (
                 example
-                or f"a sample's output differs by {error / math.sqrt(max(first[1], second[1]) or 1):.2g} of itself"
+                or f"a sample's output differs by {error / math.sqrt(max(first_sums[1], second_sums[1]) or 1):.2g} of "
+                "itself"
             )
     if not off:
         return None
@@ -615,12 +644,12 @@ def _padded(step: StepPair) -> TraceFinding | None:
 
     Their gradients then differ by more than a divisor, but only where the lengths of the batches do.
     """
-    first, second = _output_gradient_norms(step)
+    first_norms, second_norms = _output_gradient_norms(step)
     uses = _uses(step)
     groups: dict[tuple[Forward, Forward], list[float]] = {}
-    for key, (forward, norm) in first.items():
-        if key in second and norm > 0 and second[key][1] > 0 and math.isfinite(norm * second[key][1]):
-            groups.setdefault((forward, second[key][0]), []).append(math.log(second[key][1] / norm))
+    for key, (forward, norm) in first_norms.items():
+        if key in second_norms and norm > 0 and second_norms[key][1] > 0 and math.isfinite(norm * second_norms[key][1]):
+            groups.setdefault((forward, second_norms[key][0]), []).append(math.log(second_norms[key][1] / norm))
     least = 2 * _tolerance(step)
     off = False
     example = ""
@@ -649,7 +678,7 @@ def _batches(uses: dict[int, Use]) -> Iterator[dict[str, Any]]:
 
 
 def _is_left_padded(batch: dict[str, Any]) -> bool:
-    """Whether a mask, or without one the labels, leaves out the first element of some samples."""
+    """Whether a mask leaves out some samples' first element; without one, the labels."""
     names = batch.get("cn", ())
     masks = [name for name in names if name.endswith("attention_mask")]
     counts = [batch["c"][2 * names.index(name) :][:2] for name in masks or names]
@@ -667,9 +696,13 @@ def first_module(step: StepPair) -> str:
         second_record = _records(step.two).get(rank)
         if second_record is None:
             continue
-        for first, second in zip(record["fwd"], second_record["fwd"], strict=False):
+        for first_forward, second_forward in zip(record["fwd"], second_record["fwd"], strict=False):
             names = zip(
-                first.get("mn", ()), second.get("mn", ()), first.get("mv", ()), second.get("mv", ()), strict=False
+                first_forward.get("mn", ()),
+                second_forward.get("mn", ()),
+                first_forward.get("mv", ()),
+                second_forward.get("mv", ()),
+                strict=False,
             )
             for name, their, first_words, second_words in names:
                 if name == their and words(first_words)[0] != words(second_words)[0]:
@@ -678,47 +711,50 @@ def first_module(step: StepPair) -> str:
 
 
 def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
-    first = step.one.tensors("grad")
-    second = step.two.tensors("grad")
-    names = [name for name in first if name in second]
-    return [x for name in names for x in first[name].sketch], [x for name in names for x in second[name].sketch]
+    first_gradients = step.one.tensors("grad")
+    second_gradients = step.two.tensors("grad")
+    names = [name for name in first_gradients if name in second_gradients]
+    return [x for name in names for x in first_gradients[name].sketch], [
+        x for name in names for x in second_gradients[name].sketch
+    ]
 
 
 def _ratio(step: StepPair) -> float:
-    """The ratio of the second gradient to the first; NaN if they are not parallel."""
-    first, second = _sketches(step)
-    square = sum(x * x for x in first)
+    """Return the ratio of the second gradient to the first; NaN if not parallel."""
+    first_sketch, second_sketch = _sketches(step)
+    square = sum(x * x for x in first_sketch)
     if not square or not math.isfinite(square):
         return math.nan
-    ratio = sum(x * y for x, y in zip(first, second, strict=True)) / square
-    residual = sum((y - ratio * x) ** 2 for x, y in zip(first, second, strict=True))
+    ratio = sum(x * y for x, y in zip(first_sketch, second_sketch, strict=True)) / square
+    residual = sum((y - ratio * x) ** 2 for x, y in zip(first_sketch, second_sketch, strict=True))
     if math.sqrt(residual) <= max(_PARALLEL, step.limit) * abs(ratio) * math.sqrt(square):
         return ratio
     return math.nan
 
 
 def _clipping(step: StepPair) -> TraceFinding | None:
-    """Report parallel gradients of different lengths, at least one of which is clipped."""
+    """Report parallel gradients of different lengths, at least one of them clipped."""
     ratio = _ratio(step)
     clips = [_clips(next(iter(_records(spot).values()))) for spot in (step.one, step.two)]
     if math.isnan(ratio) or not any(clips):
         return None
     limits = []
-    for each in clips:
-        if each:
-            limits.append(each[-1][3])
+    for clip_events in clips:
+        if clip_events:
+            limits.append(clip_events[-1][3])
         else:
             limits.append(None)
     norms = []
-    for each in clips:
-        if each:
-            norms.append(_norm(each[-1]))
+    for clip_events in clips:
+        if clip_events:
+            norms.append(_norm(clip_events[-1]))
         else:
             norms.append(math.nan)
     if limits[0] != limits[1]:
         return step.finding("clipping", "clipping", f"clipped to {limits[1]} instead of {limits[0]}", "all gradients")
     if abs(norms[0] - norms[1]) > _EQUAL * max(norms):
-        return None  # the norm is wrong, and so the sum
+        # The norms differ, so the sum of the gradients is wrong, not the clipping.
+        return None
     return step.finding(
         "clipping",
         "clipping",
@@ -736,18 +772,18 @@ def _reduction(step: StepPair) -> TraceFinding:
         else:
             cause = "reduction"
         return step.finding("reduction", cause, f"the gradient is {ratio:.6g} times the other", "all gradients")
-    first = step.one.tensors("grad")
-    second = step.two.tensors("grad")
-    if not first or not second:
+    first_gradients = step.one.tensors("grad")
+    second_gradients = step.two.tensors("grad")
+    if not first_gradients or not second_gradients:
         return step.finding("reduction", "reduction", "its norm differs; the engine reports nothing else of it", "norm")
     if step.flagged:
         name = step.flagged[0]
     else:
-        name = next(iter(second), "gradient")
-    if name not in first or name not in second:
-        side = SECOND if name in first else FIRST
+        name = next(iter(second_gradients), "gradient")
+    if name not in first_gradients or name not in second_gradients:
+        side = SECOND if name in first_gradients else FIRST
         return step.finding("reduction", "part-unreduced", f"{side} has no gradient of it", name)
-    off = share(distance(first[name].sketch, second[name].sketch), first[name].norm)
-    text = f"it is off by {off} ({len(step.flagged)} of {len(first)} tensors)"
-    part = len(step.flagged) < len(first) / 2
-    return step.finding("reduction", "part-unreduced" if part else "reduction", text, name)
+    off = share(distance(first_gradients[name].sketch, second_gradients[name].sketch), first_gradients[name].norm)
+    text = f"it is off by {off} ({len(step.flagged)} of {len(first_gradients)} tensors)"
+    is_partial = len(step.flagged) < len(first_gradients) / 2
+    return step.finding("reduction", "part-unreduced" if is_partial else "reduction", text, name)

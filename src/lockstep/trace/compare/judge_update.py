@@ -56,22 +56,27 @@ __all__ = [
 
 def count_data(step: StepPair, compared: Counter[str]) -> None:
     """Count the samples of a step that both runs read."""
-    first, second = trained(*(side.used(spot).at(spot.at, 0) for side, spot in _sides(step)))
-    compared["samples"] += (counted(readers(first)) & counted(readers(second))).total()
+    first_samples, second_samples = trained(*(side.used(spot).at(spot.at, 0) for side, spot in _sides(step)))
+    compared["samples"] += (counted(readers(first_samples)) & counted(readers(second_samples))).total()
 
 
 def count_numbers(step: StepPair, compared: Counter[str]) -> None:
     """Count the tensors and losses of a step that were compared."""
-    for kind, name in (("grad", "gradients"), ("weights", "weights"), ("buffers", "buffers"), ("state", "states")):
-        compared[name] += len(_finite_in_both(step.one.tensors(kind), step.two.tensors(kind), masks=kind == "buffers"))
+    for section, name in (("grad", "gradients"), ("weights", "weights"), ("buffers", "buffers"), ("state", "states")):
+        compared[name] += len(
+            _finite_in_both(step.one.tensors(section), step.two.tensors(section), masks=section == "buffers")
+        )
     weights = _finite_in_both(step.one.tensors("weights"), step.two.tensors("weights"))
     compared["updates"] += len(matched(weights, _finite_in_both(step.one.before(), step.two.before())).both)
     norms = [norm_of(spot) for _, spot in _sides(step) if spot.hidden]
     compared["gradient norms"] += bool(norms) and None not in norms and every(math.isfinite(norm) for norm in norms)
     first_losses, second_losses = (losses_of(spot) for _, spot in _sides(step))
     if first_losses and second_losses:
-        first, second = (sum(map(math.fsum, side)) / len(side) for side in (first_losses, second_losses))
-        if abs(first - second) <= max(1e-5, step.limit) * max(abs(first), abs(second)) or first == second:
+        first_loss, second_loss = (sum(map(math.fsum, side)) / len(side) for side in (first_losses, second_losses))
+        if (
+            abs(first_loss - second_loss) <= max(1e-5, step.limit) * max(abs(first_loss), abs(second_loss))
+            or first_loss == second_loss
+        ):
             compared["losses"] += min(sum(map(len, first_losses)), sum(map(len, second_losses)))
 
 
@@ -80,9 +85,9 @@ def unended(pair: TracePair) -> list[str]:
     sides = (pair.one, pair.two)
     runs = [f"{side.name} {side.stop} after step {len(side.spots)}" for side in sides if side.stop]
     for side in sides:
-        part = side.spots[0].part
-        if len(part.ranks) < part.world:
-            text = f"{side.name} has {len(part.ranks)} of {part.world} ranks"
+        trace_part = side.spots[0].part
+        if len(trace_part.ranks) < trace_part.world:
+            text = f"{side.name} has {len(trace_part.ranks)} of {trace_part.world} ranks"
             runs.append(f"{text}: copy the files rank*.jsonl of all nodes into one folder")
     return runs
 
@@ -96,14 +101,14 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
     sides = (pair.one, pair.two)
     kinds = [("weights",), ("updates",), ("gradients", "gradient norms")]
     gaps = []
-    for kind in kinds:
-        if not any(verdict.compared[each] for each in kind):
-            gaps.append(f"no {kind[0]} were compared")
+    for section in kinds:
+        if not any(verdict.compared[key] for key in section):
+            gaps.append(f"no {section[0]} were compared")
     checks = [("losses", _has_losses), ("samples", _has_samples)]
     checks += [("states", _has_state)] * (not any(side.spots[0].hidden for side in sides))
     for name, has in checks:
         in_first, in_second = (
-            any(has(side, place[number]) for place in pair.steps) for number, side in enumerate(sides)
+            any(has(side, indices[number]) for indices in pair.steps) for number, side in enumerate(sides)
         )
         if in_first != in_second:
             gaps.append(f"only {verdict.two if in_second else verdict.one} has {name}")
@@ -115,8 +120,9 @@ def _finite_in_both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *,
     pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
     return [
         name
-        for name, first, second in pairs
-        if (finite(first) and finite(second)) or (masks and first.digest == second.digest and math.isinf(first.square))
+        for name, first_tensor, second_tensor in pairs
+        if (finite(first_tensor) and finite(second_tensor))
+        or (masks and first_tensor.digest == second_tensor.digest and math.isinf(first_tensor.square))
     ]
 
 
@@ -165,7 +171,7 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     if not tail and step.pair.shift and not step.number:
         return None
     if not tail and not step.number and "lightning" in " ".join(step.pair.one.frameworks):
-        # Lightning's sanity check takes a few batches, so more samples with more processes
+        # Lightning's sanity check takes a few batches, so more samples with more processes.
         return None
     uses = [
         {rank: use for rank, use in side.used(spot).at(spot.at, 1).items() if use.forwards}
@@ -174,16 +180,16 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     training = _in_training_mode(step, spots, uses)
     if training is not None or not uses[0] or not uses[1]:
         return training
-    widths = [_values(each, "p") for each in uses]
+    widths = [_values(entry, "p") for entry in uses]
     first_samples, second_samples = trained(*uses)
-    first = counted(readers(first_samples))
-    second = counted(readers(second_samples))
-    if first == second:
+    first_counts = counted(readers(first_samples))
+    second_counts = counted(readers(second_samples))
+    if first_counts == second_counts:
         return _uncombined_scores(step, spots[1], second_samples) or _uncombined_scores(step, spots[0], first_samples)
-    names = {s.content: s.name for side in (first_samples, second_samples) for each in side.values() for s in each}
+    names = {s.content: s.name for side in (first_samples, second_samples) for entry in side.values() for s in entry}
     for name, counts, expected, samples, spot in (
-        (SECOND, second, first, second_samples, spots[1]),
-        (FIRST, first, second, first_samples, spots[0]),
+        (SECOND, second_counts, first_counts, second_samples, spots[1]),
+        (FIRST, first_counts, second_counts, first_samples, spots[0]),
     ):
         more = counts - expected
         less = expected - counts
@@ -191,31 +197,37 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
             if _has_event(spot, "gather_for_metrics"):
                 return None
             content = next(iter(more))
-            rank = [rank for rank, each in samples.items() if any(s.content == content for s in each)][-1]
+            rank = [rank for rank, entry in samples.items() if any(s.content == content for s in entry)][-1]
             text = f"in {name} {names[content]} is counted {counts[content]} times instead of {expected[content]}"
             return step.finding("evaluation", "padded-evaluation", text, f"{sum(counts.values())} samples", rank)
-    less = first - second
-    more = second - first
-    # The same samples, padded to other lengths
+    less = first_counts - second_counts
+    more = second_counts - first_counts
+    # They may be the same samples, padded to other lengths.
     if less and more and widths[0] != widths[1]:
-        return _other_number(step, spots[1], first.total(), second.total())
+        return _other_number(step, spots[1], first_counts.total(), second_counts.total())
     if less and not more:
-        text = f"{sum(second.values())} samples instead of {sum(first.values())}: {names[next(iter(less))]} is missing"
+        text = (
+            f"{sum(second_counts.values())} samples instead of {sum(first_counts.values())}: "
+            f"{names[next(iter(less))]} is missing"
+        )
         return step.finding("evaluation", "lost-evaluation", text, "samples")
-    text = f"{sum(more.values())} of {sum(second.values())} samples are different"
+    text = f"{sum(more.values())} of {sum(second_counts.values())} samples are different"
     return step.finding("evaluation", "evaluation", text, "samples")
 
 
 def _in_training_mode(
     step: StepPair, spots: tuple[Spot | None, Spot | None], uses: list[dict[int, Use]]
 ) -> TraceFinding | None:
-    """Report that one run evaluates in training mode: without gradients, or by forwards that no backward follows."""
-    training = [bool(each) and 1 in _values(each, "mode") for each in uses]
+    """Report that one run evaluates in training mode.
+
+    It runs forwards without gradients, or forwards that no backward follows.
+    """
+    training = [bool(use) and 1 in _values(use, "mode") for use in uses]
     if bool(uses[0]) != bool(uses[1]):
         idle = []
         for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True):
             idle.append(_without_backward(side, spot))
-        training = [bool(own) and not each for own, each in zip(idle, uses, strict=True)]
+        training = [bool(count) and not use for count, use in zip(idle, uses, strict=True)]
         training = [False, False] if every(map(bool, idle)) else training
     if training[0] == training[1]:
         return None
@@ -235,7 +247,10 @@ def _values(uses: dict[int, Use], name: str) -> set[int]:
 
 
 def _other_number(step: StepPair, spot: Spot, expected: int, count: int) -> TraceFinding | None:
-    """Report an evaluation of more samples, or of fewer; padding that is dropped does not count."""
+    """Report an evaluation of more samples, or of fewer.
+
+    Padding that is dropped does not count.
+    """
     if count == expected or _has_event(spot, "gather_for_metrics"):
         return None
     cause = "padded-evaluation" if count > expected else "lost-evaluation"
@@ -245,14 +260,14 @@ def _other_number(step: StepPair, spot: Spot, expected: int, count: int) -> Trac
 def _uncombined_scores(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding | None:
     """Report ranks that evaluate a part each without a collective that could combine the scores."""
     sets = []
-    for each in samples.values():
-        if each:
-            sets.append({sample.content for sample in each})
-    if len(sets) < 2 or any(one & two for place, one in enumerate(sets) for two in sets[:place]):
+    for rank_samples in samples.values():
+        if rank_samples:
+            sets.append({sample.content for sample in rank_samples})
+    if len(sets) < 2 or any(one & two for index, one in enumerate(sets) for two in sets[:index]):
         return None
     if _has_event(spot, "gather_for_metrics") or _has_event(spot, "collective"):
         return None
-    counts = ", ".join(f"{len(each)} on rank {rank}" for rank, each in samples.items())
+    counts = ", ".join(f"{len(rank_samples)} on rank {rank}" for rank, rank_samples in samples.items())
     return step.finding("evaluation", "rank-evaluation", f"{counts}, and no collective follows", "samples")
 
 
@@ -261,7 +276,8 @@ def _has_event(spot: Spot, kind: str) -> bool:
     for rank in spot.part.ranks.values():
         record = rank.steps[spot.at] if spot.at < len(rank.steps) else rank.end
         if record is None:
-            return True  # was cut off: unknown
+            # The record was cut off, so the event may have occurred.
+            return True
         begin = min((f["at"] for f in record["fwd"] if not f["train"]), default=0)
         end = min((f["at"] for f in record["fwd"] if f["train"] and f["at"] > begin), default=1 << 60)
         for event in record["ev"]:
@@ -275,10 +291,10 @@ def _may_carry_scores(event: list[Any]) -> bool:
 
     A barrier does not, nor does the single integer of a decision to stop.
     """
-    _, _, name, count, kind = event[:5]
+    _, _, name, count, dtype = event[:5]
     if name in ("barrier", "broadcast", "broadcast_object_list", "scatter"):
         return False
-    return name.endswith("_object") or "float" in str(kind) or count > 1
+    return name.endswith("_object") or "float" in str(dtype) or count > 1
 
 
 @dataclass
@@ -301,7 +317,8 @@ class TrainedSoFar:
         """Update the state by a step."""
         gradients = spot.tensors("grad").values()
         record = next(iter(spot.part.records(spot.at).values()))
-        hidden = record["kind"] == "DeepSpeedEngine"  # it reports only the norm
+        # DeepSpeed's engine reports only the norm of its gradients.
+        hidden = record["kind"] == "DeepSpeedEngine"
         self.got |= hidden or bool(gradients)
         self.counts |= (hidden and record.get("norm") != 0) or any(tensor.square for tensor in gradients)
         old = spot.before()
@@ -323,10 +340,14 @@ class TrainedSoFar:
         return [f"the weights never change in {steps} steps: nothing is trained (largest learning rate: {self.rate:g})"]
 
 
-_MOST_OFF = 1e-2  # share of itself by which a gradient may differ while its update is still comparable
-_SAME = 1e-3  # share by which the updates of bitwise equal gradients may differ
-_UPDATE = 0.1  # share by which updates may differ, in addition to rounding of their gradients
-_NEVER_ROUNDING = 0.8  # no healthy update differs by this share
+# Share of itself by which a gradient may differ while its update is still comparable.
+_MOST_OFF = 1e-2
+# Share by which the updates of bitwise equal gradients may differ.
+_SAME = 1e-3
+# Share by which updates may differ, in addition to rounding of their gradients.
+_UPDATE = 0.1
+# No correct update differs by this share.
+_NEVER_ROUNDING = 0.8
 
 
 def update_count(step: StepPair) -> TraceFinding | None:
@@ -335,15 +356,25 @@ def update_count(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
         updates[name] = {rank: record.get("again", 0) for rank, record in records.items()}
-    first = updates[FIRST]
-    second = updates[SECOND]
-    if set(first.values()) == set(second.values()):
+    first_updates = updates[FIRST]
+    second_updates = updates[SECOND]
+    if set(first_updates.values()) == set(second_updates.values()):
         return None
-    for name, counts in ((SECOND, second), (FIRST, first)):
-        rank = next((rank for rank, count in counts.items() if count > min([*first.values(), *second.values()])), None)
+    for name, counts in ((SECOND, second_updates), (FIRST, first_updates)):
+        rank = next(
+            (
+                rank
+                for rank, count in counts.items()
+                if count > min([*first_updates.values(), *second_updates.values()])
+            ),
+            None,
+        )
         if rank is not None:
             everywhere = len(set(counts.values())) == 1 and len(counts) > 1
-            text = f"in {name} {1 + counts[rank]} updates instead of {1 + min([*first.values(), *second.values()])}"
+            text = (
+                f"in {name} {1 + counts[rank]} updates instead of "
+                f"{1 + min([*first_updates.values(), *second_updates.values()])}"
+            )
             return step.finding("optimizer", "extra-step", text, "update", -1 if everywhere else rank)
     return None
 
@@ -352,9 +383,9 @@ def rate_difference(step: StepPair) -> TraceFinding | None:
     """Compare the rates and settings of the parameter groups."""
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
-        first = records[min(records)]["groups"]
+        reference = records[min(records)]["groups"]
         for rank, record in records.items():
-            for number, (group, expected) in enumerate(zip(record["groups"], first, strict=False)):
+            for number, (group, expected) in enumerate(zip(record["groups"], reference, strict=False)):
                 key = _unequal_setting(group, expected)
                 if key:
                     text = f"in {name} {key} is {group[key]} instead of {expected[key]} on rank {min(records)}"
@@ -414,8 +445,11 @@ def _number(value: Any) -> float:
 
 
 def _unequal_setting(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """Return the first setting in which two groups differ, the rate before the others; else ""."""
+    """Return the first setting in which two groups differ; else "".
+
+    The rate comes before the others."""
     for key in sorted(first.keys() & second.keys(), key=lambda name: (name != "lr", name)):
+        # These do not change an update, or are compared elsewhere.
         if key in ("fused", "foreach", "initial_lr", "n") or first[key] == second[key]:
             continue
         numbers = []
@@ -450,11 +484,11 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
     gradient of rounding noise, Adam takes a step of full length in a random direction, and a tensor may have many.
     """
     (grads, weights), (their_grads, their_weights) = (
-        [spot.tensors(kind) for kind in ("grad", "weights")] for spot in (step.one, step.two)
+        [spot.tensors(section) for section in ("grad", "weights")] for spot in (step.one, step.two)
     )
     before = step.one.before()
     their_before = step.two.before()
-    # An engine that keeps its gradients to itself
+    # An engine that does not show its gradients.
     hidden = not grads or not their_grads
     noise = signal = error = way = rounding = 0.0
     worst = ""
@@ -475,6 +509,7 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
         zero = (0.0,) * len(first_move)
         gap = distance(first_move, second_move)
         length = max(distance(first_move, zero), distance(second_move, zero))
+        # A move is a difference of rounded sums of the weights.
         unit = 64 * ROUNDOFF.get(weights[name].kind, 2.0**-24) * weights[name].norm
         same = not hidden and not step.off and grads[name].digest == their_grads[name].digest
         if same and before[name].digest == their_before[name].digest and gap > _SAME * length + unit:
@@ -497,22 +532,26 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
 
 
 def buffer_difference(step: StepPair) -> TraceFinding | None:
-    """Compare the buffers, of the ranks with each other's in one run and of one run with the other's."""
-    sides = {name: [each for each in spot.tensors("buffers").items() if unlike(each[1])] for name, spot in step.sides()}
+    """Compare the buffers of the ranks in each run, and those of the two runs."""
+    sides = {
+        name: [entry for entry in spot.tensors("buffers").items() if unlike(entry[1])] for name, spot in step.sides()
+    }
     if bool(sides[FIRST]) != bool(sides[SECOND]):
         run = FIRST if sides[FIRST] else SECOND
         name, tensor = sides[run][0]
         assert tensor.other is not None
         text = f"in {run} it differs from rank 0's by {share(tensor.other[1], tensor.norm)}"
         return step.finding("buffers", "diverging-buffers", text, name, tensor.other[0])
-    first = step.one.tensors("buffers")
-    second = step.two.tensors("buffers")
-    for name in first:
-        if name not in second or first[name].digest == second[name].digest:
+    first_buffers = step.one.tensors("buffers")
+    second_buffers = step.two.tensors("buffers")
+    for name in first_buffers:
+        if name not in second_buffers or first_buffers[name].digest == second_buffers[name].digest:
             continue
-        error = distance(first[name].sketch, second[name].sketch)
-        norm = max(first[name].norm, second[name].norm)
-        if not error <= max(1e-4, step.limit, 10 * step.off) * norm and finite_in_some(first[name], second[name]):
+        error = distance(first_buffers[name].sketch, second_buffers[name].sketch)
+        norm = max(first_buffers[name].norm, second_buffers[name].norm)
+        if not error <= max(1e-4, step.limit, 10 * step.off) * norm and finite_in_some(
+            first_buffers[name], second_buffers[name]
+        ):
             statistics = name.rpartition(".")[2] in ("running_mean", "running_var")
             text = f"it differs by {share(error, norm)}"
             return step.finding("buffers", "batchnorm" if statistics else "forward", text, name)
@@ -569,8 +608,10 @@ def _states_off(step: StepPair, first: dict[str, WholeTensor], second: dict[str,
     return None
 
 
-_LAST_PLACES = 8.0  # units in the last place by which restored weights may be off: w + e - e
-_MOVE_SHARE = 0.1  # share by which the same change may differ between the runs
+# Units in the last place by which restored weights may be off: w + e - e.
+_LAST_PLACES = 8.0
+# Share by which the same change may differ between the runs.
+_MOVE_SHARE = 0.1
 
 
 def initial_difference(step: StepPair) -> TraceFinding | None:
@@ -585,13 +626,15 @@ def initial_difference(step: StepPair) -> TraceFinding | None:
                 return step.finding("initial weights", "rank-weights", text, tensor, rank)
     if step.pair.shift:
         return None
-    first = step.one.tensors("initial")
-    second = step.two.tensors("initial")
-    for name in [name for name in first if name in second]:
-        error = distance(first[name].sketch, second[name].sketch)
-        near = error <= 1e-6 * (first[name].norm + second[name].norm) or not finite_in_some(first[name], second[name])
-        if first[name].digest != second[name].digest and not near:
-            text = f"it differs by {share(error, first[name].norm)}"
+    first_weights = step.one.tensors("initial")
+    second_weights = step.two.tensors("initial")
+    for name in [name for name in first_weights if name in second_weights]:
+        error = distance(first_weights[name].sketch, second_weights[name].sketch)
+        near = error <= 1e-6 * (first_weights[name].norm + second_weights[name].norm) or not finite_in_some(
+            first_weights[name], second_weights[name]
+        )
+        if first_weights[name].digest != second_weights[name].digest and not near:
+            text = f"it differs by {share(error, first_weights[name].norm)}"
             return step.finding("initial weights", "other-weights", text, name)
     return None
 
@@ -618,31 +661,33 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
     A perturbation that is undone leaves a few units in the last place of the weights' norm. If the other run moved
     nothing, it had no perturbation, and each bit counts.
     """
-    first = step.one.tensors("begin")
-    second = step.two.tensors("begin")
-    if not first or not second:
-        return None  # of large models they are recorded now and then
+    first_weights = step.one.tensors("begin")
+    second_weights = step.two.tensors("begin")
+    if not first_weights or not second_weights:
+        # For large models they are recorded only now and then.
+        return None
     first_moves = _moves(step.one)
     second_moves = _moves(step.two)
-    norm = math.sqrt(max(sum(value.square for value in side.values()) for side in (first, second)))
-    unit = max((ROUNDOFF.get(value.kind, 2.0**-24) for value in second.values()), default=0.0)
+    norm = math.sqrt(max(sum(value.square for value in side.values()) for side in (first_weights, second_weights)))
+    unit = max((ROUNDOFF.get(value.kind, 2.0**-24) for value in second_weights.values()), default=0.0)
     if first_moves and second_moves:
         back = _LAST_PLACES * unit * norm
     else:
         back = 0.0
-    for tensor in sorted((first_moves.keys() | second_moves.keys()) & first.keys() & second.keys()):
-        zero = (0.0,) * len(first[tensor].sketch)
+    for tensor in sorted((first_moves.keys() | second_moves.keys()) & first_weights.keys() & second_weights.keys()):
+        zero = (0.0,) * len(first_weights[tensor].sketch)
         a = first_moves.get(tensor, zero)
         b = second_moves.get(tensor, zero)
         far = distance(b, zero)
         near = distance(a, zero)
         if tensor in first_moves and tensor in second_moves and not math.isfinite(far + near):
-            continue  # both are not finite
+            # Both are not finite.
+            continue
         alone = (tensor in first_moves) != (tensor in second_moves)
         error = distance(a, b)
         if (alone and not back) or not error <= back + (_MOVE_SHARE + GROWTH * step.off) * max(far, near):
             name, spot, way = (SECOND, step.two, far) if not far < near else (FIRST, step.one, near)
-            text = f"in {name} its bits changed {_describe_time(spot)}, by {share(way, first[tensor].norm)}"
+            text = f"in {name} its bits changed {_describe_time(spot)}, by {share(way, first_weights[tensor].norm)}"
             return step.finding("weights", "changed-weights", text, tensor)
     return None
 

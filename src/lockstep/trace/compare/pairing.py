@@ -62,12 +62,12 @@ class Matched:
 
 def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
     """Match two sets of names, each in its own order."""
-    first = dict.fromkeys(one)
-    second = dict.fromkeys(two)
+    first_names = dict.fromkeys(one)
+    second_names = dict.fromkeys(two)
     return Matched(
-        tuple(name for name in first if name in second),
-        tuple(name for name in first if name not in second),
-        tuple(name for name in second if name not in first),
+        tuple(name for name in first_names if name in second_names),
+        tuple(name for name in first_names if name not in second_names),
+        tuple(name for name in second_names if name not in first_names),
     )
 
 
@@ -123,7 +123,7 @@ class Use:
         """Whether each forward computes one batch as it was loaded."""
         pairs = zip(self.sources, self.forwards, strict=True)
         return len(self.loads) == len(self.forwards) and every(
-            load is not None and load["n"] == each["n"] for load, each in pairs
+            load is not None and load["n"] == forward["n"] for load, forward in pairs
         )
 
 
@@ -163,6 +163,7 @@ def _match(
 
     A batch that is split over several forwards is found again.
     """
+    # A tensor of zeros has the digest 0, which identifies nothing.
     inputs = set(words(forward.get("leaf"))) - {0}
     best = None
     most = 0
@@ -172,14 +173,16 @@ def _match(
             best = load
             most = common
     if best is None:
+        # Without common contents: the oldest waiting batch of a loader that feeds such forwards.
         best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
     if best is None:
-        last = earlier[-1] if earlier else None
-        if last is not None and kinds.get(last["l"]) == forward["train"]:
-            return last
+        latest = earlier[-1] if earlier else None
+        if latest is not None and kinds.get(latest["l"]) == forward["train"]:
+            return latest
         return None
     if any(best is load for load in waiting):
         kinds.setdefault(best["l"], forward["train"])
+        # Batches from earlier epochs of the loader will not be computed any more.
         older = [load for load in waiting if load["l"] == best["l"] and load["e"] < best["e"]]
         waiting[:] = [load for load in waiting if load is not best and not any(load is old for old in older)]
         earlier.append(best)
@@ -235,10 +238,10 @@ def computed(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int
         batches_by_rank: dict[int, list[list[int]]] = {}
         for rank, use in side.items():
             batches = []
-            for each in use.sources if by_load else use.forwards:
-                if each is not None:
-                    batches.append(each)
-            batches_by_rank[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
+            for batch in use.sources if by_load else use.forwards:
+                if batch is not None:
+                    batches.append(batch)
+            batches_by_rank[rank] = [list(batch["i"]) if by_index else words(batch.get("s")) for batch in batches]
         yield batches_by_rank
 
 
@@ -249,8 +252,8 @@ def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSamp
     for all ranks if each evaluates everything.
     """
     groups: dict[frozenset[tuple[int, int]], list[int]] = {}
-    for rank, each in samples.items():
-        groups.setdefault(frozenset(Counter(sample.content for sample in each).items()), []).append(rank)
+    for rank, rank_samples in samples.items():
+        groups.setdefault(frozenset(Counter(sample.content for sample in rank_samples).items()), []).append(rank)
     if len({len(ranks) for ranks in groups.values()}) > 1:
         return samples
     return {ranks[0]: samples[ranks[0]] for ranks in groups.values()}
@@ -258,11 +261,13 @@ def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSamp
 
 def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
     """Count each content, over all ranks."""
-    return Counter(sample.content for each in samples.values() for sample in each)
+    return Counter(sample.content for rank_samples in samples.values() for sample in rank_samples)
 
 
-_NEAR = 0.45  # share of a step's own move within which two weights belong to the same step; 0.5 is between two
-_MOST_UPDATES_BACK = 16  # updates within which each of several optimizers steps
+# Share of a step's own move within which weights belong to that step; 0.5 is between two steps.
+_NEAR = 0.45
+# Updates within which each of several optimizers steps.
+_MOST_UPDATES_BACK = 16
 
 
 @dataclass(frozen=True)
@@ -354,47 +359,48 @@ class TracePair:
     @property
     def steps(self) -> list[tuple[int, int]]:
         """(index in one, index in two) of each common step."""
-        first = max(0, self.shift)
+        start = max(0, self.shift)
         return [
-            (place, place - self.shift)
-            for place in range(first, min(len(self.one.spots), len(self.two.spots) + self.shift))
+            (index, index - self.shift)
+            for index in range(start, min(len(self.one.spots), len(self.two.spots) + self.shift))
         ]
 
 
 def paired(one: TraceRun, two: TraceRun) -> TracePair:
     """Match the steps of two runs by the weights that they start with."""
-    first = _side(one)
-    second = _side(two)
-    begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first, second)]
+    first_side = _side(one)
+    second_side = _side(two)
+    begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first_side, second_side)]
     if max(begins):
-        return TracePair(first, second, begins[1] - begins[0])
-    shift = _steps_before(second.spots[0], first.spots)
+        return TracePair(first_side, second_side, begins[1] - begins[0])
+    shift = _steps_before(second_side.spots[0], first_side.spots)
     if shift is None:
-        shift = -(_steps_before(first.spots[0], second.spots) or 0)
-    return TracePair(first, second, shift)
+        shift = -(_steps_before(first_side.spots[0], second_side.spots) or 0)
+    return TracePair(first_side, second_side, shift)
 
 
 def _side(run: TraceRun) -> TraceSide:
     spots: list[Spot] = []
-    for part in run.parts:
-        fresh = [Spot(part, at) for at in range(part.count)]
+    for trace_part in run.parts:
+        fresh = [Spot(trace_part, at) for at in range(trace_part.count)]
         at = _steps_before(fresh[0], spots) if spots else 0
-        # A start from scratch is no resume
-        first = Spot(part, 0, begins=at != 0)
-        spots = [*spots[:at], first, *fresh[1:]]
-    last = run.parts[-1]
-    window = any(_is_window(rank) for part in run.parts for rank in part.ranks.values())
-    full = any(rank.full for rank in last.ranks.values())
-    ended = every(rank.end is not None and not rank.full for rank in last.ranks.values())
-    tail = Spot(last, last.count) if ended and not window else None
-    return TraceSide(run.name, spots, tail, window or full, _stop(run, last), full)
+        # A start with the initial weights is no resume.
+        first_spot = Spot(trace_part, 0, begins=at != 0)
+        spots = [*spots[:at], first_spot, *fresh[1:]]
+    last_part = run.parts[-1]
+    window = any(_is_window(rank) for trace_part in run.parts for rank in trace_part.ranks.values())
+    full = any(rank.full for rank in last_part.ranks.values())
+    ended = every(rank.end is not None and not rank.full for rank in last_part.ranks.values())
+    tail = Spot(last_part, last_part.count) if ended and not window else None
+    return TraceSide(run.name, spots, tail, window or full, _stop(run, last_part), full)
 
 
 def _stop(run: TraceRun, last: TracePart) -> str:
     """Describe how the last start of a run stopped before its end."""
     _, _, behind = str(run.info.get("steps") or "").partition(":")
     if behind and every(_next_step(rank) >= int(behind) for rank in last.ranks.values()):
-        return ""  # all requested steps were recorded
+        # All requested steps were recorded.
+        return ""
     for number, rank in last.ranks.items():
         if rank.failed:
             return f"stopped recording ({rank.failed})"
@@ -416,33 +422,33 @@ def _is_window(rank: RankTrace) -> bool:
 
 def _next_step(rank: RankTrace) -> int:
     """Return the step after the last recorded one."""
-    last = rank.steps[-1]
-    return int(last["k"]) + 1 + int(last.get("again", 0))
+    last_record = rank.steps[-1]
+    return int(last_record["k"]) + 1 + int(last_record.get("again", 0))
 
 
 def _steps_before(spot: Spot, steps: list[Spot]) -> int | None:
     """Count the steps after which the weights are those of `spot`'s start; None if unknown."""
     start = spot.tensors("initial")
-    last = steps[0].tensors("initial")
-    if not start or not last:
+    previous = steps[0].tensors("initial")
+    if not start or not previous:
         return None
-    if _equal(start, last):
+    if _equal(start, previous):
         return 0
     best = 0
-    closest = apart(start, last)[0]
+    closest = apart(start, previous)[0]
     move = 0.0
     for count, step in enumerate(steps, 1):
-        after = {**last, **step.tensors("weights")}
+        after = {**previous, **step.tensors("weights")}
         if _equal(start, after):
             return count
         far = apart(start, after)[0]
-        # The first step's move is also the yardstick for nearness to the start
+        # The first step's move is also the yardstick for nearness to the start.
         if far < closest or count == 1:
-            move = apart(last, after)[0]
+            move = apart(previous, after)[0]
         if far < closest:
             best = count
             closest = far
-        last = after
+        previous = after
     if closest <= _NEAR * move:
         return best
     return None
@@ -464,11 +470,14 @@ def apart(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> tupl
     return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (first, second)))
 
 
+# Unit roundoff of each dtype.
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 FIRST = "the first run"
 SECOND = "the second run"
-GROWTH = 50.0  # a gradient may be off by this factor more than its weights
-_ALIKE = 1e-5  # share by which values that ranks share may differ
+# Factor by which a gradient may be off more than its weights.
+GROWTH = 50.0
+# Share by which values that ranks share may differ.
+_ALIKE = 1e-5
 
 
 @dataclass

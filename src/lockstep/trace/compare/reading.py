@@ -31,10 +31,12 @@ __all__ = [
 ]
 
 
+# Version of the trace's format, which `lockstep trace` writes into trace.json.
 FORMAT = 2
 FOLDER_FILE = "trace.json"
 NO_STEP = "no process reached a step of a torch optimizer (a process started as python -I, -E or -S is not recorded)"
-_WIDTH = 10  # columns of a row of sums: digest, square, eight signed sums
+# Columns of a row of sums: digest, sum of squares, eight signed sums.
+_WIDTH = 10
 
 
 class TraceError(Exception):
@@ -140,6 +142,7 @@ class TracePart:
         """
         key = (step, kind)
         if key not in self._cache:
+            # Steps are mostly read in order, so old entries are seldom needed again.
             if len(self._cache) > 64:
                 self._cache.clear()
             self._cache[key] = self._assemble(step, kind)
@@ -164,6 +167,7 @@ class TracePart:
             for row, name in enumerate(table["names"]):
                 at = table["starts"][row]
                 size = table["sizes"][row]
+                # A piece with an unknown position is not taken for another rank's copy.
                 key = (at, size) if at >= 0 else (-1 - number, size)
                 shards = pieces.setdefault(name, {})
                 numbers = values[row * _WIDTH + 1 : (row + 1) * _WIDTH]
@@ -195,6 +199,7 @@ class TracePart:
 def distance(first: tuple[float, ...], second: tuple[float, ...]) -> float:
     """Estimate the 2-norm of two tensors' difference from their sketches; NaN if not finite."""
     total = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+    # False for NaN.
     if total == total:
         return math.sqrt(total / max(1, len(first)))
     return math.nan
@@ -216,7 +221,7 @@ class TraceRun:
 
 
 def read(folder: Path) -> TraceRun:
-    """Read a trace as far as it was written.
+    """Read a trace up to its last complete line.
 
     Raises:
         TraceError: no trace, another format, or no optimizer step in any process.
@@ -276,18 +281,18 @@ def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _add(rank: RankTrace, record: dict[str, Any]) -> None:
     """Add a record after the first to its rank's trace."""
-    kind = record.get("t")
-    if kind == "table":
+    record_type = record.get("t")
+    if record_type == "table":
         rank.tables[record["id"]] = record
-    elif kind == "step":
+    elif record_type == "step":
         if record.get("begin") == "weights" and rank.steps:
             record["begin"] = rank.steps[-1]["weights"]
         _append(rank.steps, record)
-    elif kind == "end":
+    elif record_type == "end":
         rank.end = record
-    elif kind == "full":
+    elif record_type == "full":
         rank.full = True
-    elif kind == "failed":
+    elif record_type == "failed":
         rank.failed = record["error"]
 
 
@@ -298,7 +303,8 @@ def _fill(record: dict[str, Any]) -> None:
     def part(place: list[int]) -> memoryview:
         return raw[8 * place[0] : 8 * (place[0] + place[1])]
 
-    for value in record.values():  # [number of a table, its sums]
+    # Named tensors are stored as [number of a table, their sums].
+    for value in record.values():
         if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int):
             value[1] = part(value[1])
     for batch in (*record["loads"], *record["fwd"]):
@@ -312,12 +318,12 @@ def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
 
     An update of the same optimizer without a backward before it belongs to that optimizer's last step.
     """
-    last = steps[-1] if steps else None
-    if last is None or record["loss"] or record["opt"] != last["opt"] or not last["loss"]:
+    previous = steps[-1] if steps else None
+    if previous is None or record["loss"] or record["opt"] != previous["opt"] or not previous["loss"]:
         steps.append(record)
         return
-    last["again"] = last.get("again", 0) + 1
-    last.update({key: record[key] for key in ("weights", "buffers", "state") if key in record})
+    previous["again"] = previous.get("again", 0) + 1
+    previous.update({key: record[key] for key in ("weights", "buffers", "state") if key in record})
 
 
 def _parts(ranks: list[RankTrace]) -> list[TracePart]:
@@ -333,11 +339,11 @@ def _parts(ranks: list[RankTrace]) -> list[TracePart]:
         if not parts or number in parts[-1]:
             parts.append({})
         parts[-1][number] = rank
-    if len({len(each) for each in starts.values()}) == 1:
+    if len({len(traces) for traces in starts.values()}) == 1:
         parts = []
-        for each in zip(*starts.values(), strict=True):
-            parts.append(dict(zip(starts, each, strict=True)))
-    return [TracePart(dict(sorted(part.items()))) for part in parts]
+        for traces in zip(*starts.values(), strict=True):
+            parts.append(dict(zip(starts, traces, strict=True)))
+    return [TracePart(dict(sorted(start.items()))) for start in parts]
 
 
 def summary(folder: Path) -> str:
@@ -347,14 +353,14 @@ def summary(folder: Path) -> str:
         run = read(folder)
     except TraceError as error:
         return str(error)
-    last = run.parts[-1]
-    counts = " and ".join(str(part.count) for part in run.parts)
-    ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
-    # One of several nodes has only its own ranks
-    if len(last.ranks) < last.world:
-        ranks = f"{len(last.ranks)} of {last.world} ranks"
+    last_part = run.parts[-1]
+    counts = " and ".join(str(trace_part.count) for trace_part in run.parts)
+    ranks = f"{len(last_part.ranks)} rank{'s' if len(last_part.ranks) > 1 else ''}"
+    # The folder of one of several nodes has only the ranks of that node.
+    if len(last_part.ranks) < last_part.world:
+        ranks = f"{len(last_part.ranks)} of {last_part.world} ranks"
     lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
     if run.full:
-        count = min(len(rank.steps) for rank in last.ranks.values())
+        count = min(len(rank.steps) for rank in last_part.ranks.values())
         lines.append(f"recording ended after step {count}: the limit of --max-mb was reached")
     return "; ".join(lines)

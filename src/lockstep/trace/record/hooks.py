@@ -45,6 +45,7 @@ class TraceRecorder:
         self.journal.close()
 
 
+# Functions of torch.distributed that are recorded.
 _COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"),
@@ -80,7 +81,7 @@ def _restart_in_child() -> None:
     """
     recorder = _recorders[0] = TraceRecorder(Options.read())
     processes = sys.modules.get("multiprocessing.util")
-    # Its processes end without atexit: register the close when they start
+    # Processes of multiprocessing end without atexit, so the close is registered when they start.
     if processes is not None:
         processes.register_after_fork(recorder, lambda child: processes.Finalize(None, child.close, exitpriority=0))
 
@@ -101,12 +102,13 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
     They cannot be read within torch.func or a graph capture, nor on the meta device.
     """
+    # Private in torch: nothing public shows whether a transform of torch.func runs.
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    first = next(module.parameters(), None)
-    if first is None or first.is_meta or type(first.data).__name__ == "FakeTensor":
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.is_meta or type(parameter.data).__name__ == "FakeTensor":
         return False
-    return not (first.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _after_forward(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -140,14 +142,14 @@ def _hook_updates() -> None:
         if not callable(closure):
             recorder.updates.before(optimizer)
             return None
-        done: list[bool] = []
+        recorded: list[bool] = []
 
         @functools.wraps(closure)
         def run_closure() -> Any:
             """Run the closure and record the gradients: Lightning runs its backward within the step."""
             result = closure()
-            if not done:
-                done.append(True)
+            if not recorded:
+                recorded.append(True)
                 recorder.updates.before(optimizer)
             return result
 
@@ -180,6 +182,7 @@ def _hook_backward() -> None:
         finally:
             passes.in_backward = False
 
+    # Replaced, since torch has no hook for the start of a backward.
     torch.autograd.backward = wrapper
 
 
@@ -188,10 +191,11 @@ def _hook_backward() -> None:
 
 def _hook_loaders() -> None:
     """Record every batch of a DataLoader's iterator, with the indices of its sampler."""
+    # Private in torch: loaders have no hook for batches and indices.
     base: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
     get_batch = base.__next__
     get_index = base._next_index
-    places: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+    positions: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(get_index)
     def next_index(self: Any) -> Any:
@@ -203,13 +207,14 @@ def _hook_loaders() -> None:
     def next_batch(self: Any) -> Any:
         if self._num_yielded == 0:
             try:
-                place = places.setdefault(self._index_sampler, [len(places), -1])
-            except TypeError:  # a list of batches
-                place = [-1, -1]
-            place[1] += 1
-            self._lockstep_place = place
-            if place[1] == 0:
-                _recorders[0].passes.event("loader", place[0], *_describe_loader(self))
+                position = positions.setdefault(self._index_sampler, [len(positions), -1])
+            except TypeError:
+                # A list of batches cannot be a weak key.
+                position = [-1, -1]
+            position[1] += 1
+            self._lockstep_place = position
+            if position[1] == 0:
+                _recorders[0].passes.event("loader", position[0], *_describe_loader(self))
         data = get_batch(self)
         indices = self.__dict__.get("_lockstep_indices")
         batch_indices = indices.popleft() if indices else None
@@ -224,6 +229,7 @@ def _hook_loaders() -> None:
 def _sampler(iterator: Any) -> Any:
     """Return the sampler that sets the order, from inside those that form batches."""
     sampler = iterator._index_sampler
+    # Samplers are nested a few levels deep at most.
     for _ in range(4):
         inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         if inner is None:
@@ -252,6 +258,7 @@ def _hook_collectives() -> None:
     if not distributed.is_available():
         return
     home = importlib.import_module("torch.distributed.distributed_c10d")
+    # A collective that calls others is recorded once.
     within = [False]
 
     def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,12 +269,13 @@ def _hook_collectives() -> None:
             within[0] = True
             try:
                 tensor = next(
-                    (each for each in _flat((*args, *kwargs.values())) if isinstance(each, torch.Tensor)), None
+                    (value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)), None
                 )
                 if tensor is None:
                     shape = [0, "", 0]
                 else:
                     shape = [tensor.numel(), str(tensor.dtype)[6:], tensor.element_size()]
+                # The caller's package distinguishes the script's collectives from a framework's.
                 caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
                 _recorders[0].passes.event("collective", name, *shape, caller)
                 return call(*args, **kwargs)
@@ -279,6 +287,7 @@ def _hook_collectives() -> None:
     for name in _COLLECTIVES:
         if hasattr(home, name):
             wrapper = wrap(name, getattr(home, name))
+            # Replaced in both modules: scripts import from either.
             setattr(home, name, wrapper)
             setattr(distributed, name, wrapper)
 
@@ -311,7 +320,8 @@ def _wrap_clip(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         limit = kwargs.get("max_norm", kwargs.get("clip_value", args[1] if len(args) > 1 else None))
         value = None
         if isinstance(norm, torch.Tensor):
-            value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # collective: as if the script read it
+            # Collective over all ranks if the norm is a DTensor, as if the script read it.
+            value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         _recorders[0].passes.event("clip", name, float(limit) if isinstance(limit, int | float) else None, value)
         return norm
 
@@ -329,15 +339,15 @@ def _wrap_event(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def accelerate(module: ModuleType) -> None:
     """Hook Accelerate's `gather_for_metrics`, which drops the padding of the last batch."""
-    kind: Any = module.Accelerator
-    gather = kind.gather_for_metrics
+    accelerator_class: Any = module.Accelerator
+    gather = accelerator_class.gather_for_metrics
 
     @functools.wraps(gather)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         present().passes.event("gather_for_metrics")
         return gather(*args, **kwargs)
 
-    kind.gather_for_metrics = wrapper
+    accelerator_class.gather_for_metrics = wrapper
 
 
 def deepspeed(module: ModuleType) -> None:
@@ -345,8 +355,8 @@ def deepspeed(module: ModuleType) -> None:
 
     The engine's step is the update; the recorded weights are the model's.
     """
-    kind: Any = module.DeepSpeedEngine
-    step = kind.step
+    engine_class: Any = module.DeepSpeedEngine
+    step = engine_class.step
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -361,4 +371,4 @@ def deepspeed(module: ModuleType) -> None:
             updates.in_engine = False
             updates.after_engine(self)
 
-    kind.step = wrapper
+    engine_class.step = wrapper

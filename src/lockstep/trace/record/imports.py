@@ -53,7 +53,7 @@ def keep_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        # Else the import has set its own
+        # A handler that the import itself has set stays.
         if signal.getsignal(signal.SIGINT) is note:
             signal.signal(signal.SIGINT, handler)
     if interrupts:
@@ -66,7 +66,10 @@ def watch(targets: Mapping[str, tuple[str, str]] = _TARGETS) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that finds no module itself: it calls the recorder once a module was executed."""
+    """Import finder that calls the recorder after a module was executed.
+
+    It finds no module itself.
+    """
 
     def __init__(self, targets: Mapping[str, tuple[str, str]]) -> None:
         self._pending = dict(targets)
@@ -92,6 +95,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             with keep_interrupts():
                 self._attach(module, name)
 
+        # Replaced for this import: Python has no hook after a module's execution.
         spec.loader.exec_module = exec_and_attach  # type: ignore[method-assign]
         return spec
 
@@ -102,5 +106,6 @@ class _Finder(importlib.abc.MetaPathFinder):
             return
         try:
             getattr(importlib.import_module(recorder), function)(module)
-        except Exception as error:  # the script runs all the same
+        except Exception as error:
+            # The script runs without the recorder.
             print(f"lockstep: {name} is not recorded: {error!r}", file=sys.stderr)

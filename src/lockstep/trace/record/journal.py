@@ -35,11 +35,14 @@ __all__ = [
 ]
 
 
+# Version of the records' format, as in compare/reading.py, which needs no torch.
 _FORMAT = 2
+# Packages whose versions a trace records.
 _PACKAGES = (
     *("torch", "numpy", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed", "datasets"),
     *("torchmetrics", "torchvision", "timm", "peft", "flash-attn"),
 )
+# Framework -> the module that a script imports if it uses the framework.
 _FRAMEWORKS = {
     "accelerate": "accelerate.accelerator",
     "lightning": "lightning.pytorch.trainer.trainer",
@@ -50,7 +53,10 @@ _FRAMEWORKS = {
 
 
 def _place() -> tuple[int, int]:
-    """Return (rank, world size) of the default group, else of the launcher's variables, else (0, 1)."""
+    """Return the rank and the world size of this process.
+
+    They are the default group's, else those of the launcher's variables, else (0, 1).
+    """
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -116,13 +122,15 @@ class Writer:
         self._file = os.open(folder / name, flags, 0o600)
         self._free = most
         self.full = False
-        self._write(_line(head))  # even if nothing else fits
+        # Written even if nothing else fits the limit.
+        self._write(_line(head))
 
     def put(self, record: dict[str, Any]) -> bool:
         """Write a line; return False once the file is full, which its last line records."""
         if self.full:
             return False
         line = _line(record)
+        # 200 bytes are reserved for the line that ends a full file.
         if len(line) + 200 > self._free:
             self.full = True
             line = _line({"t": "full", "k": record.get("k")})
@@ -144,21 +152,25 @@ def _line(record: dict[str, Any]) -> bytes:
         if not isinstance(value, bytes):
             raise TypeError(f"a trace record cannot store a {type(value).__name__}")
         parts.append(value)
-        first = count
+        begin = count
         count = count + len(value) // 8
-        return [first, count - first]
+        return [begin, count - begin]
 
     text = json.dumps(record, separators=(",", ":"), default=refer).encode()
-    # Joined here: base64 needs no escapes, and the encoder would search for them
+    # Appended by hand: base64 needs no escapes, for which the JSON encoder would search.
     if parts:
         text = b'%s,"words":"%s"}' % (text[:-1], binascii.b2a_base64(b"".join(parts), newline=False))
     return text + b"\n"
 
 
-_LAYOUTS = 32  # cached layouts
-_FIRST = 3  # first steps of a process, in which everything is digested
-_EVERY = 10  # after that, everything is digested every so many steps
-_DELAY = 0.02  # seconds that a step's record may wait for later ones
+# Layouts that are cached, at most.
+_LAYOUTS = 32
+# First steps of a process, which are recorded in full.
+_FIRST = 3
+# Steps from one full record to the next after that.
+_EVERY = 10
+# Seconds that a step's record may wait for later ones.
+_DELAY = 0.02
 
 P = ParamSpec("P")
 
@@ -182,16 +194,16 @@ class Options:
     @classmethod
     def read(cls) -> "Options":
         """Read the options that `lockstep trace` put into the environment."""
-        first, _, last = os.environ.get("LOCKSTEP_TRACE_STEPS", "").partition(":")
+        first_step, _, last_step = os.environ.get("LOCKSTEP_TRACE_STEPS", "").partition(":")
         most = int(float(os.environ.get("LOCKSTEP_TRACE_MAX_MB", "1024")) * 2**20)
         every = os.environ.get("LOCKSTEP_TRACE_MODULES", "") == "1"
-        return cls(Path(os.environ["LOCKSTEP_TRACE"]), int(first or 0), int(last or 1 << 60), most, every)
+        return cls(Path(os.environ["LOCKSTEP_TRACE"]), int(first_step or 0), int(last_step or 1 << 60), most, every)
 
 
 def quiet(method: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a method of an object with a journal, so that its errors end only the recording.
+    """Wrap a method so that its errors end only the recording.
 
-    The method is skipped if nothing is recorded.
+    The method's object has a journal. The method is skipped if nothing is recorded.
     """
 
     @functools.wraps(method)
@@ -203,17 +215,18 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
         journal.busy = True
         grad = torch.is_grad_enabled()
         try:
-            # Tensors made in it could not be written to afterwards
+            # Tensors that are made in inference mode could not be changed afterwards.
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     method(*args, **kwargs)
             else:
-                # A third of what torch.no_grad() costs, several times a step
+                # Private in torch: it costs a third of torch.no_grad(), several times a step.
                 torch._C._set_grad_enabled(False)
                 method(*args, **kwargs)
         except Exception as error:
             journal.fail(error)
         finally:
+            # Restores the script's setting.
             torch._C._set_grad_enabled(grad)
             journal.busy = False
 
@@ -255,11 +268,11 @@ class Journal:
         self.record = _empty_record()
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
-        # Records that are not written yet
+        # Records that are not written yet.
         self._ready: list[dict[str, Any]] = []
         self._due = 0.0
         self._rank = -1
-        # The weights after the previous step, if small
+        # The weights after the previous step, if small.
         self._last_weights: tuple[Slots, list[Any]] | None = None
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
@@ -284,25 +297,26 @@ class Journal:
 
     def sums(self, kinds: Mapping[str, list[Entry]]) -> None:
         """Record [table number, sums] for each kind of named tensors, all summed at once."""
-        entries = [entry for each in kinds.values() for entry in each]
+        entries = [entry for section_entries in kinds.values() for entry in section_entries]
         locals_ = [local for _, local, _ in entries]
         key = (
-            *((kind, len(each)) for kind, each in kinds.items()),
+            *((section, len(section_entries)) for section, section_entries in kinds.items()),
             *[(name, at, local.shape, local.dtype, local.device, local.layout) for name, local, at in entries],
         )
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
+                # Queued steps use the memory of cached layouts, so they are computed first.
                 self.pool.finish()
                 self._layouts.clear()
             layout = self._layouts[key] = self._layout(kinds, entries)
         targets = []
         end = 0
-        for kind, each in kinds.items():
-            self.record[kind] = target = [layout.tables[kind], None] if each else []
+        for section, section_entries in kinds.items():
+            self.record[section] = target = [layout.tables[section], None] if section_entries else []
             begin = end
-            end = end + len(each)
-            if each:
+            end = end + len(section_entries)
+            if section_entries:
                 targets.append((target, begin, end))
         if layout.slots is not None:
             self.pool.sums(layout.slots, locals_, targets)
@@ -316,7 +330,8 @@ class Journal:
             rows = torch.zeros(len(entries), WIDTH, dtype=torch.int64)
             for indices, plan in layout.plans:
                 sums = plan.run([plains[index] for index in indices])
-                rows[torch.tensor(indices)] = sums.cpu()  # waits for the device
+                # Waits for the device, for tensors on several devices only.
+                rows[torch.tensor(indices)] = sums.cpu()
         for target, begin, end in targets:
             self.reading.put(target, 1, rows[begin:end])
 
@@ -330,7 +345,9 @@ class Journal:
     def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
         plains = [plain(local, at) for _, local, at in entries]
         places = [at for _, _, at in entries]
-        tables = {kind: self._table(each) for kind, each in kinds.items() if each}
+        tables = {
+            section: self._table(section_entries) for section, section_entries in kinds.items() if section_entries
+        }
         if entries and Slots.suit([local for _, local, _ in entries], places):
             return _Layout(tables, [], Slots(plains, places))
         plans = []
@@ -348,7 +365,7 @@ class Journal:
         """Return the number of the table with these names, which is written once."""
         table: dict[str, list[Any]] = {
             "names": [name for name, _, _ in entries],
-            "starts": [place.start for _, _, place in entries],
+            "starts": [position.start for _, _, position in entries],
             "sizes": [local.numel() for _, local, _ in entries],
             "types": [str(local.dtype).removeprefix("torch.") for _, local, _ in entries],
         }
@@ -360,16 +377,17 @@ class Journal:
         return number
 
     def ended(self) -> None:
-        """End the step: queue its record if it is in range, and start the next one."""
+        """Queue the step's record if it is in range, and start the next step."""
         if "weights" not in self.record:
             self._last_weights = None
         if self.within():
             self.fresh = False
+            # A process group may be made after the first steps, so the rank is read again now and then.
             if self._rank < 0 or self.thorough:
                 self._rank = _place()[0]
             self._ready.append({"t": "step", "k": self.step, **self.record, "rank": self._rank})
-            now = time.monotonic()
-            if len(self._ready) >= SLOTS or now > self._due or self.step < _FIRST or self.reading.waits:
+            current_time = time.monotonic()
+            if len(self._ready) >= SLOTS or current_time > self._due or self.step < _FIRST or self.reading.waits:
                 self._flush()
         self.step += 1
         self.forget()
@@ -399,24 +417,26 @@ class Journal:
         """End the recording with a line on stderr."""
         self.on = False
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-        # The script may have closed its stderr
+        # The script may have closed its stderr.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"lockstep trace: recording ended in step {self.step + 1}: {message}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
             raise error
-        # Write the steps that ended before
+        # Writes the steps that ended before.
         with contextlib.suppress(Exception):
             self._flush()
-        self.forget()  # release the tensors
+        # Releases the tensors.
+        self.forget()
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # a disk may be full
+            # A disk may be full.
+            with contextlib.suppress(OSError):
                 self._writer.put({"t": "failed", "k": self.step, "error": message})
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._writer is None:
-            # An earlier start's files count too
+            # Files of earlier starts count towards the limit.
             free = self.options.most - _bytes_written(self.options.folder)
             self._writer = Writer(self.options.folder, free // max(1, _place()[1]), _header() | {"first": self.step})
         if not self._writer.put(line):
@@ -432,11 +452,11 @@ def _error() -> str:
 
     Its text is not recorded, because it may have user data.
     """
-    # A child of multiprocessing; the main program
-    kind = sys.exc_info()[0] or getattr(sys, "last_type", None)
-    if kind is None or issubclass(kind, SystemExit):
+    # The first is set in a child of multiprocessing, the second in the main program.
+    error_class = sys.exc_info()[0] or getattr(sys, "last_type", None)
+    if error_class is None or issubclass(error_class, SystemExit):
         return ""
-    return kind.__name__
+    return error_class.__name__
 
 
 def _empty_record() -> dict[str, Any]:

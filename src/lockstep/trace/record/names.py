@@ -1,9 +1,9 @@
-"""Identify tensors: by the module that the script calls, by name, by place of a shard.
+"""Identify tensors by the called module, by name, and by a shard's position.
 
 names = Names()
 names.called(module)                # a module that the script called itself
 names.of(parameter)                 # "layers.3.weight"
-piece(parameter)                    # (local tensor, its place in the whole)
+piece(parameter)                    # (local tensor, its position in the whole tensor)
 """
 
 import functools
@@ -26,14 +26,18 @@ __all__ = [
 ]
 
 
-Entry = tuple[str, Tensor, ElementPlaces]  # name, local tensor, its place in the whole
+# (name, local tensor, its position in the whole tensor)
+Entry = tuple[str, Tensor, ElementPlaces]
 
-_OPAQUE = ElementPlaces(-1)  # a shard with an unknown place
+# A shard with an unknown position.
+_OPAQUE = ElementPlaces(-1)
 WHOLE = ElementPlaces(0)
+# Classes that wrap the script's model: the call of the model inside is recorded.
 _WRAPPERS = {
     *("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine"),
     *("_FabricModule", "_LightningModuleWrapperBase", "_LightningPrecisionModuleWrapperBase"),
 }
+# Components that wrappers add to the names of parameters.
 _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -48,7 +52,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 @functools.cache
 def _class_names(kinds: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(kind.__name__ for kind in kinds)
+    return frozenset(base.__name__ for base in kinds)
 
 
 class Names:
@@ -57,7 +61,8 @@ class Names:
     def __init__(self) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._names: dict[int, str] = {}
-        self._flat: dict[int, int] = {}  # FSDP 1: offset of a parameter's shard
+        # FSDP 1: offset of a parameter's shard, by the id of the parameter.
+        self._flat: dict[int, int] = {}
         self._modules: list[tuple[str, str, weakref.ref[nn.Module]]] = []
         self._generators: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
@@ -68,7 +73,7 @@ class Names:
                 return number
         for number, root in enumerate(self._roots):
             model = root()
-            if model is not None and any(part is module for part in model.modules()):
+            if model is not None and any(submodule is module for submodule in model.modules()):
                 return number
         self._roots.append(weakref.ref(module))
         self._names.clear()
@@ -81,12 +86,15 @@ class Names:
         return len(self._roots)
 
     def roots(self, only: int | None = None) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name prefix, root), the first without a prefix; if `only` is set, that root alone."""
+        """Yield the name prefix and the module of each root, or of root `only`.
+
+        The first root has no prefix.
+        """
         for number, root in enumerate(self._roots):
             model = root()
             if model is not None and only in (None, number):
-                kind = type(model).__name__.removeprefix("FSDP")
-                yield (f"{kind}#{number}/" if number else ""), model
+                class_name = type(model).__name__.removeprefix("FSDP")
+                yield (f"{class_name}#{number}/" if number else ""), model
 
     def of(self, parameter: Tensor) -> str | None:
         """Return a parameter's name; None if no root has it."""
@@ -122,10 +130,11 @@ class Names:
                     yield prefix + path + name, buffer
 
     def entry(self, name: str, tensor: Tensor) -> Entry:
-        """Return (name, this rank's shard of a tensor, its place in the whole)."""
-        local, place = piece(tensor)
-        flat = self._flat.get(id(tensor))  # offset of a shard of FSDP 1
-        return name, local, place if flat is None else ElementPlaces(flat)
+        """Return (name, this rank's shard of a tensor, its position in the whole tensor)."""
+        local, position = piece(tensor)
+        # Offset of a shard of FSDP 1.
+        flat = self._flat.get(id(tensor))
+        return name, local, position if flat is None else ElementPlaces(flat)
 
     def entries(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:
         """Return the entries of several tensors, without those on the meta device."""
@@ -135,21 +144,23 @@ class Names:
         """Return the generators among a module's attributes; `look`: search again."""
         if look or id(module) not in self._generators:
             self._generators[id(module)] = [
-                (f"{_clean(name)}.{key}".lstrip("."), weakref.ref(part), key)
-                for name, part in module.named_modules()
-                for key, value in vars(part).items()
+                (f"{_clean(name)}.{key}".lstrip("."), weakref.ref(submodule), key)
+                for name, submodule in module.named_modules()
+                for key, value in vars(submodule).items()
                 if isinstance(value, torch.Generator)
             ]
         values = []
-        for name, part, key in self._generators[id(module)]:
-            values.append((name, getattr(part(), key, None)))
+        for name, submodule, key in self._generators[id(module)]:
+            values.append((name, getattr(submodule(), key, None)))
         return [(name, value) for name, value in values if isinstance(value, torch.Generator)]
 
     def _read_names(self) -> None:
+        # Reversed, so that a tied parameter has its first name.
         self._names = {id(parameter): name for name, parameter in reversed(list(self.parameters()))}
         self._flat = {}
         for _, root in self.roots():
             for module in root.modules():
+                # Private in FSDP 1: nothing public gives the offsets of shards.
                 flat = getattr(getattr(module, "_handle", None), "flat_param", None)
                 infos = getattr(flat, "_shard_param_infos", None)
                 if flat is not None and infos is not None:
@@ -158,21 +169,23 @@ class Names:
 
 
 def _clean(name: str) -> str:
-    for part in _INSIDE:
-        name = name.replace(part, "")
+    for component in _INSIDE:
+        name = name.replace(component, "")
     return name
 
 
 def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
-    """Return (this rank's shard of a tensor, its place in the whole)."""
+    """Return this rank's shard of a tensor, and its position in the whole tensor."""
     shard = getattr(tensor, "ds_tensor", None)
-    # DeepSpeed stage 3: a run of the flattened tensor, padded at the end
+    # DeepSpeed stage 3 sets ds_tensor and ds_numel: a run of the flattened tensor, padded at the end.
     if shard is not None:
+        # mypy does not know the attributes that DeepSpeed sets.
         numel, rank = int(tensor.ds_numel), torch.distributed.get_rank()  # type: ignore[attr-defined]
         begin = min(numel, rank * shard.numel())
         return shard[: numel - begin], ElementPlaces(begin)
     if not hasattr(tensor, "placements"):
         return tensor, WHOLE
+    # A DTensor, whose class need not be imported.
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local, _place(tensor, local)
 
@@ -189,18 +202,21 @@ def _place(tensor: Any, local: Tensor) -> ElementPlaces:
     kinds = [type(placement).__name__ for placement, _, _ in cuts]
     if not {"Replicate", "Shard", "_StridedShard"}.issuperset(kinds):
         return _OPAQUE
-    strided = [cut for cut, kind in zip(cuts, kinds, strict=True) if kind == "_StridedShard"]
-    for placement, at, parts in [cut for cut, kind in zip(cuts, kinds, strict=True) if kind == "Shard"] + strided:
+    strided = [cut for cut, class_name in zip(cuts, kinds, strict=True) if class_name == "_StridedShard"]
+    for placement, at, parts in [
+        cut for cut, class_name in zip(cuts, kinds, strict=True) if class_name == "Shard"
+    ] + strided:
         dim = placement.dim
         size = -(-sizes[dim] // parts)
-        first = min(sizes[dim], at * size)
-        begins[dim], sizes[dim] = begins[dim] + first, min(size, sizes[dim] - first)
+        begin = min(sizes[dim], at * size)
+        begins[dim], sizes[dim] = begins[dim] + begin, min(size, sizes[dim] - begin)
     cut = [dim for dim in range(tensor.ndim) if sizes[dim] != shape[dim]]
     if list(local.shape) != sizes or len(strided) > 1 or len(set(cut) - {0}) > 1:
         return _OPAQUE
     rows = begins[0] * math.prod(shape[1:]) if cut else 0
     if not cut or cut == [0] or not local.numel():
         return ElementPlaces(rows)
-    last = cut[-1]
+    # A shard of columns is a run in each row.
+    last_cut = cut[-1]
     inner = math.prod(shape[cut[-1] + 1 :])
-    return ElementPlaces(rows + begins[last] * inner, sizes[last] * inner, shape[last] * inner)
+    return ElementPlaces(rows + begins[last_cut] * inner, sizes[last_cut] * inner, shape[last_cut] * inner)

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 
+# Type codes of the array module for 64-bit words.
 _CODES = {torch.int64: "q", torch.float64: "d"}
 
 
@@ -46,6 +47,7 @@ class PendingTensors:
             form: "bytes": its 64-bit words; "numbers": a list of them.
         """
         if tensor.device.type == "cpu" and form == "numbers":
+            # In host memory already, so nothing waits.
             target[key] = tensor.reshape(-1).tolist()
             return
         if tensor.dtype not in _CODES:
@@ -69,12 +71,13 @@ class PendingTensors:
         pending = self._pending
         self._pending = []
         for device in {tensor.device for _, _, tensor, _ in pending}:
-            group = [each for each in pending if each[2].device == device]
+            group = [entry for entry in pending if entry[2].device == device]
             words = [tensor.view(torch.int64) for _, _, tensor, _ in group]
-            read = torch.cat(words).cpu()  # waits for the device
+            # Waits for the device, once each time that records are written.
+            read = torch.cat(words).cpu()
             parts = read.split_with_sizes([word.numel() for word in words])
-            for (target, key, tensor, form), part in zip(group, parts, strict=True):
-                target[key] = _to_bytes_or_list(part.view(tensor.dtype), form)
+            for (target, key, tensor, form), values in zip(group, parts, strict=True):
+                target[key] = _to_bytes_or_list(values.view(tensor.dtype), form)
 
 
 def _to_bytes_or_list(tensor: Tensor, form: str) -> Any:
@@ -82,18 +85,26 @@ def _to_bytes_or_list(tensor: Tensor, form: str) -> Any:
     count = tensor.numel()
     raw = ctypes.string_at(tensor.data_ptr(), 8 * count) if count else b""
     if form == "numbers":
+        # In host memory already, so nothing waits.
         return array(_CODES[tensor.dtype], raw).tolist()
-    return raw  # on little-endian machines
+    # In the machine's byte order, in which a reader expects it.
+    return raw
 
 
-SLOTS = 8  # steps that may be queued
-_ROWS = 1024  # rows of sums up to which a step may be queued: a MiB of memory for each step
-_MOST_OF_ONE = 1 << 16  # of a batch, or of an output
-_MOST_ELEMENTS = 1 << 20  # elements of all batches and outputs: an evaluation may have any number
-_TYPES = (Tensor, torch.nn.Parameter)  # a subclass may redefine copying
+# Steps that may be queued, at most.
+SLOTS = 8
+# Rows of sums up to which a step may be queued: a MiB of memory for each step.
+_ROWS = 1024
+# Elements of a batch or an output that may be queued, at most.
+_MOST_OF_ONE = 1 << 16
+# Elements of all queued batches and outputs, at most: an evaluation may have any number.
+_MOST_ELEMENTS = 1 << 20
+# Exact types: a subclass may redefine copying.
+_TYPES = (Tensor, torch.nn.Parameter)
 
 Put = Callable[..., None]
 
+# Compares bits, those of NaN too, without a kernel for each tensor.
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -115,18 +126,20 @@ class Slots:
     @staticmethod
     def suit(locals_: Sequence[Tensor], places: Sequence[ElementPlaces]) -> bool:
         """Whether these tensors are small, strided and on a CPU."""
+        # 256 elements a row, and one row that is partly filled.
         rows = sum(-(-tensor.numel() // 256) + 1 for tensor in locals_)
         return rows <= _ROWS and all(
             type(tensor) in _TYPES
             and tensor.device.type == "cpu"
             and tensor.layout is torch.strided
             and not tensor.is_complex()
-            and not place.run
-            for tensor, place in zip(locals_, places, strict=True)
+            and not position.run
+            for tensor, position in zip(locals_, places, strict=True)
         )
 
     def take(self, tensors: list[Tensor], targets: list[tuple[list[Any], int, int]]) -> None:
         self._last = len(self.into)
+        # Private in torch: one call copies all tensors.
         torch._foreach_copy_(self._views[self._last], tensors)
         self.into.append(targets)
 
@@ -145,8 +158,9 @@ class Slots:
         raw = ctypes.string_at(rows.data_ptr(), 8 * rows.numel())
         for time, targets in enumerate(self.into):
             for entry, begin, end in targets:
-                first, last = ((time * self._count + place) * WIDTH * 8 for place in (begin, end))
-                entry[1] = raw[first:last]
+                # A row has WIDTH words of 8 bytes.
+                start, stop = ((time * self._count + row) * WIDTH * 8 for row in (begin, end))
+                entry[1] = raw[start:stop]
         self.into = []
 
 
@@ -177,7 +191,7 @@ class Pool:
         return True
 
     def output(self, record: dict[str, Any], rows: list[Tensor]) -> bool:
-        """Queue a copy of an output's rows if they are small enough; return whether they were."""
+        """Queue a copy of an output's rows if they are small; return whether they were."""
         key = self._key(rows)
         if key is None:
             return False
@@ -194,16 +208,16 @@ class Pool:
                 put_digests(self._store, record, digests, number)
         for outputs in self._outputs.values():
             parts = zip(*(rows for _, rows in outputs), strict=True)
-            sums = outcomes([torch.cat(part) for part in parts]).view(len(outputs), -1, 2)
-            for (record, _), each in zip(outputs, sums, strict=True):
-                self._store(record, "out", each)
+            sums = outcomes([torch.cat(group) for group in parts]).view(len(outputs), -1, 2)
+            for (record, _), values in zip(outputs, sums, strict=True):
+                self._store(record, "out", values)
         self._slots = []
         self._batches = {}
         self._outputs = {}
         self._size = 0
 
     def _key(self, values: list[Any]) -> Hashable:
-        """Return the shapes and dtypes that tensors are grouped by; None if they cannot be queued."""
+        """Return the shapes and dtypes that group tensors; None if they cannot be queued."""
         for value in values:
             if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
                 return None

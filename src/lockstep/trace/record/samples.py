@@ -32,10 +32,14 @@ __all__ = [
 ]
 
 
-_MOST_WORDS = 16384  # of a sample's tensor; of a longer one, evenly spaced words count
-_MOST_OUT = 4096  # elements of a sample's output that count
+# Words of a sample's tensor that count; of a longer one, evenly spaced words.
+_MOST_WORDS = 16384
+# Elements of a sample's output that count; of a longer one, evenly spaced elements.
+_MOST_OUT = 4096
+# Deepest nesting of a batch that is searched.
 _MOST_DEPTH = 6
-_IGNORED = -100  # label that losses ignore
+# Label that losses ignore.
+_IGNORED = -100
 _LISTS = (list, tuple)
 _PLAIN = (str, int, float, bytes)
 
@@ -62,12 +66,12 @@ class Batch:
         else:
             self.others = [value for _, value in leaves if not isinstance(value, Tensor)]
         tensors = []
-        for place, (path, value) in enumerate(self.leaves):
+        for index, (path, value) in enumerate(self.leaves):
             if isinstance(value, Tensor):
-                tensors.append((place, path, value))
-        masks = (place for place, path, value in tensors if path.endswith("attention_mask") and value.ndim == 2)
+                tensors.append((index, path, value))
+        masks = (index for index, path, value in tensors if path.endswith("attention_mask") and value.ndim == 2)
         self.mask = next(masks, -1)
-        self.names = [path for place, path, value in tensors if _is_integer(value) or place == self.mask]
+        self.names = [path for index, path, value in tensors if _is_integer(value) or index == self.mask]
         self.width = max((value.shape[1] for _, _, value in tensors if value.ndim > 1), default=0)
 
 
@@ -112,44 +116,45 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
     Args:
         batches: a single one if it has lists among its leaves, or no leaves.
     """
-    first = batches[0]
+    example = batches[0]
     times = len(batches)
     merged = [
-        first.leaves[place][1] if times == 1 else torch.cat([batch.leaves[place][1] for batch in batches])
-        for place in range(len(first.leaves))
+        example.leaves[number][1] if times == 1 else torch.cat([batch.leaves[number][1] for batch in batches])
+        for number in range(len(example.leaves))
     ]
-    mask = merged[first.mask] if first.mask >= 0 else None
+    mask = merged[example.mask] if example.mask >= 0 else None
     labeled = _labeled_positions(merged)
     total: Tensor | None = None
     sums: list[Tensor] = []
     counts: list[Tensor] = []
-    for place, value in enumerate(merged, 1):
+    for number, value in enumerate(merged, 1):
         if isinstance(value, Tensor):
             rows = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
             counted = None
-            if _is_integer(value) or place - 1 == first.mask:
-                counted = rows != (0 if place - 1 == first.mask else _IGNORED)
-                columns = counted.reshape(times, first.size, counted.shape[1]).sum(1)
+            if _is_integer(value) or number - 1 == example.mask:
+                counted = rows != (0 if number - 1 == example.mask else _IGNORED)
+                columns = counted.reshape(times, example.size, counted.shape[1]).sum(1)
                 counts.append(torch.stack([columns.sum(1), columns[:, 1:].sum(1)], dim=1))
             words = _words(rows, counted)
             masked = mask is not None and value.shape == mask.shape and not value.is_floating_point()
             mask_of = mask if masked else None
-            each = _digest_words(words, mask_of, value.ndim > 2)
-            sums.append(each.view(times, first.size).sum(1))
+            digests = _digest_words(words, mask_of, value.ndim > 2)
+            sums.append(digests.view(times, example.size).sum(1))
             places = labeled.get(value.shape[1]) if _is_sequence(value) else None
             if places is not None:
                 position_mask = places.to(words.device).repeat_interleave(words.shape[1] // places.shape[1], dim=1)
-                each = _digest_words(words * position_mask, mask_of, value.ndim > 2)
+                digests = _digest_words(words * position_mask, mask_of, value.ndim > 2)
         else:
-            each = torch.tensor([_digest_value(item) for item in value], dtype=torch.int64)
+            digests = torch.tensor([_digest_value(item) for item in value], dtype=torch.int64)
+        # An odd factor for each tensor, so that exchanging the contents of two is noticed.
         if total is None:
-            total = each * (2 * place + 1)
+            total = digests * (2 * number + 1)
         else:
-            total = total + each.to(total.device) * (2 * place + 1)
-    if total is None and first.others:
-        total = torch.tensor([_digest_value(value) for value in first.others]).sum(0, keepdim=True)
+            total = total + digests.to(total.device) * (2 * number + 1)
+    if total is None and example.others:
+        total = torch.tensor([_digest_value(value) for value in example.others]).sum(0, keepdim=True)
     return SampleDigests(
-        None if total is None else mixed(total).view(times, first.size if merged else 1),
+        None if total is None else mixed(total).view(times, example.size if merged else 1),
         _stack(sums),
         _stack(counts),
     )
@@ -170,6 +175,7 @@ def _labeled_positions(values: Sequence[Any]) -> dict[int, Tensor]:
     for value in values:
         if isinstance(value, Tensor) and value.ndim == 2 and _is_integer(value) and value.numel():
             counts = value != _IGNORED
+            # Only in host memory: on a device the host would wait.
             if counts.device.type == "cpu" and bool(counts[:, -1].all()):
                 continue
             places = counts.to(torch.int32).flip(1).cummax(1).values.flip(1)
@@ -180,12 +186,12 @@ def _labeled_positions(values: Sequence[Any]) -> dict[int, Tensor]:
 
 def _stack(parts: list[Tensor]) -> Tensor | None:
     if parts:
-        return torch.stack([part.to(parts[0].device) for part in parts], dim=1)
+        return torch.stack([tensor.to(parts[0].device) for tensor in parts], dim=1)
     return None
 
 
 def outputs(output: Any, size: int) -> list[Tensor]:
-    """Return up to three of an output's tensors that have a row for each sample, as [size, elements]."""
+    """Return up to three output tensors with a row for each sample, [size, elements]."""
     values = []
     for _, value in _leaves(output):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -210,7 +216,7 @@ def outcomes(rows: list[Tensor]) -> Tensor:
 
 
 def trained_output(output: Any, size: int) -> Tensor | None:
-    """Return an output's first tensor that requires a gradient and has a row for each sample."""
+    """Return the first output tensor with a gradient and a row for each sample."""
     for _, value in _leaves(output):
         if not isinstance(value, Tensor) or not value.requires_grad or hasattr(value, "placements"):
             continue
@@ -220,14 +226,17 @@ def trained_output(output: Any, size: int) -> Tensor | None:
 
 
 def lengths(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of each sample's rows of a gradient, which zero padding does not change. float64 [n]"""
+    """Return the 2-norm of each sample's rows of a gradient. float64 [n]
+
+    Zero padding does not change it.
+    """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide)
     return norms.double()
 
 
 def _length(value: Any) -> int:
-    """Count the rows of a tensor, or the items of a list; -1 for anything else."""
+    """Count a tensor's rows or a list's items; -1 for anything else."""
     if isinstance(value, Tensor):
         if value.ndim and not value.is_meta:
             return int(value.shape[0])
@@ -246,9 +255,11 @@ def _tensor(value: Any) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject:
         try:
             return torch.as_tensor(value)
-        except TypeError:  # texts
+        except TypeError:
+            # An array of texts.
             return value.tobytes()
-    if isinstance(value, Tensor) and hasattr(value, "placements"):  # a DTensor
+    # The local shard of a DTensor, whose class need not be imported.
+    if isinstance(value, Tensor) and hasattr(value, "placements"):
         return value.to_local()  # type: ignore[attr-defined]
     return value
 
@@ -257,21 +268,26 @@ def _digest_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
     """Digest each sample's words: the unmasked ones, or evenly spaced ones if `thinned`. int64 [n]"""
     if mask is not None:
         unmasked = mask.to(words.device).long()
-        place = (unmasked.cumsum(1) - 1).clamp_(min=0)
+        positions = (unmasked.cumsum(1) - 1).clamp_(min=0)
         words = words * unmasked.to(torch.int32)
-        # Each sample has its own
-        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)
+        # Each sample's elements have positions of their own among the unmasked ones.
+        odd = _odd(words.shape[1], words.device)[:, positions].transpose(0, 1)
     else:
         if thinned:
             words = words[:, :: max(1, -(-words.shape[1] // _MOST_WORDS))]
         odd = _odd(words.shape[1], words.device)
     hashed = words.unsqueeze(1) * odd
     hashed = (hashed ^ (hashed >> 15)).sum(2, dtype=torch.int32)
-    return hashed.view(torch.int64).squeeze(1)  # two sums, the low one first
+    # The two 32-bit sums become one int64, the first of them its low half.
+    return hashed.view(torch.int64).squeeze(1)
 
 
 def _words(rows: Tensor, counted: Tensor | None) -> Tensor:
-    """Convert [n, elements] to int32 [n, words]; elements that are 0 or not `counted` become 0."""
+    """Convert elements to int32 words; those that are 0 or not `counted` become 0.
+
+    Returns:
+        int32 [n, words], of [n, elements].
+    """
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
     if rows.is_floating_point():
@@ -290,6 +306,7 @@ def _odd(count: int, device: torch.device) -> Tensor:
     """Return two odd numbers for each position. int32 [2, count]"""
     odd = _odd_cache.get(device)
     if odd is None or odd.shape[1] < count:
+        # At least 1024, so that the table rarely grows.
         numbers = mixed(torch.arange(1, max(1024, count) + 1, device=device))
         odd = _odd_cache[device] = torch.stack([numbers | 1, (numbers >> 32) | 1]).to(torch.int32)
         _sign_cache[device] = 1.0 - (odd[0] >> 7 & 2).double()

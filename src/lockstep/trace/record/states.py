@@ -46,6 +46,7 @@ def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, 
     A CUDA generator's state is in host memory, so nothing waits.
     """
     digests = {"torch": _digest_state("torch", torch.get_rng_state()), "python": _digest_python()}
+    # torch does not annotate is_initialized.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         digests["cuda"] = _digest_state("cuda", torch.cuda.get_rng_state())
     numpy = sys.modules.get("numpy")
@@ -68,21 +69,23 @@ def _digest_state(name: str, state: torch.Tensor) -> str:
 
 def _digest_python() -> str:
     """Digest python's global generator, whose state is in its C object and in `gauss_next`."""
+    # The module's functions are methods of a generator that it does not export.
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    now = (_memory(generator), generator.gauss_next)
+    current = (_memory(generator), generator.gauss_next)
     before = _digest_cache.get("python")
-    if _READABLE and before is not None and before[0] == now:
+    if _READABLE and before is not None and before[0] == current:
         return before[1]
     version, keys, gauss = random.getstate()
-    # hash(None) is an address before Python 3.12
+    # hash(None) depends on an address before Python 3.12.
     number = hash((version, keys, gauss is None, gauss or 0.0))
     digest = f"{number & 0xFFFFFFFFFFFFFFFF:016x}"
-    _digest_cache["python"] = now, digest
+    _digest_cache["python"] = current, digest
     return digest
 
 
 def _memory(generator: Any) -> bytes:
     head = object.__basicsize__
+    # The state follows the object's header.
     return ctypes.string_at(id(generator) + head, _random.Random.__basicsize__ - head)
 
 
@@ -98,24 +101,29 @@ _READABLE = _memory_readable()
 
 
 def _digest_numpy(module: Any) -> str:
-    """Digest numpy's global generator; a cached Gaussian value is outside the memory that is compared."""
+    """Digest numpy's global generator.
+
+    A cached Gaussian value is outside the memory that is compared.
+    """
     raw = None
     if hasattr(module, "get_bit_generator"):
         bits = module.get_bit_generator()
         if type(bits).__name__ == "MT19937":
-            # 624 words and the place among them
+            # 624 words of state, and the index of the next one.
             raw = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
             before = _digest_cache.get("numpy")
             if before is not None and before[0] == raw:
                 return before[1]
-    _, keys, place, *gauss = module.get_state()
-    digest = hashlib.blake2b(keys.tobytes() + repr((place, *gauss)).encode(), digest_size=8).hexdigest()
+    _, keys, index, *gauss = module.get_state()
+    digest = hashlib.blake2b(keys.tobytes() + repr((index, *gauss)).encode(), digest_size=8).hexdigest()
     _digest_cache["numpy"] = (None if gauss[0] else raw), digest
     return digest
 
 
-_MOST_EVENTS = 2000  # events recorded of a step
-_MODULE_STEPS = 2  # steps in which every module's output is recorded anyway
+# Events recorded of a step, at most.
+_MOST_EVENTS = 2000
+# First steps, in which every module's output is recorded without being asked for.
+_MODULE_STEPS = 2
 
 
 class PassRecorder:
@@ -136,7 +144,7 @@ class PassRecorder:
         self.initial: set[str] = set()
         # Root -> versions of the parameters recorded as initial
         self._first: dict[int, Any] = {}
-        # FSDP 1 gathers whole tensors within its forwards
+        # FSDP 1 gathers whole tensors within its forwards.
         self._unsharded = False
         self._forward: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}
@@ -150,7 +158,8 @@ class PassRecorder:
         if set_epoch is not None:
             record["se"] = set_epoch
         if isinstance(indices, list):
-            with contextlib.suppress(TypeError):  # keys other than integers
+            # A dataset may have keys that are no integers; they are not recorded.
+            with contextlib.suppress(TypeError):
                 record["i"] = [operator.index(index) for index in indices]
         self._put_batch(record, Batch(data))
         self.journal.record["loads"].append(record)
@@ -187,7 +196,7 @@ class PassRecorder:
                 self._forward["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
             every = self.journal.options.modules or self.journal.step < _MODULE_STEPS
             if every:
-                self._module_names = {id(part): name for name, part in module.named_modules()}
+                self._module_names = {id(submodule): name for name, submodule in module.named_modules()}
             else:
                 self._module_names = {}
 
@@ -201,15 +210,16 @@ class PassRecorder:
             return
         values = []
         for _, p in self._names.parameters(number):
+            # Inference tensors have no version. `_version` is private in torch: it counts changes in place.
             if not p.is_inference():
                 values.append((id(p), p._version))
         if versions == values:
             return
         self._first[number] = values
-        part = f"#{number}" if number else ""
+        suffix = f"#{number}" if number else ""
         parameters = self._names.entries(self._names.parameters(number))
         buffers = self._names.entries(self._names.buffers(True, number))
-        self.journal.sums({f"initial{part}": parameters, f"initial buffers{part}": buffers})
+        self.journal.sums({f"initial{suffix}": parameters, f"initial buffers{suffix}": buffers})
         self.initial.update(name for name, _, _ in (*parameters, *buffers))
 
     def inside(self, module: nn.Module, output: Any) -> None:
@@ -249,8 +259,8 @@ class PassRecorder:
             if not self.journal.pool.output(record, rows):
                 self.journal.reading.put(record, "out", outcomes(rows))
         if record["train"]:
-            own = self._names.generators(module, self.journal.thorough)
-            record["rng"].append(state_digests(own))
+            generators = self._names.generators(module, self.journal.thorough)
+            record["rng"].append(state_digests(generators))
             trained = trained_output(output, batch.size)
             if trained is not None:
                 self._follow(record, trained)
@@ -265,7 +275,8 @@ class PassRecorder:
 
         def reached_output(gradient: Tensor | None) -> None:
             nonlocal at_output
-            if gradient is not None:  # DDP passes None
+            # DDP may call the hook with None.
+            if gradient is not None:
                 at_output = True
                 self.reached(record, gradient)
 
@@ -273,9 +284,11 @@ class PassRecorder:
             if not at_output and gradients[index] is not None:
                 self.reached(record, gradients[index])
 
+        # torch does not annotate register_hook.
         output.register_hook(reached_output)  # type: ignore[no-untyped-call]
         node = output.grad_fn
         index = output.output_nr
+        # The node of a conversion to another dtype.
         while node is not None and node.name() == "ToCopyBackward0":
             node, index = node.next_functions[0]
         if node is not None and node is not output.grad_fn:
@@ -313,7 +326,8 @@ class PassRecorder:
             events.append(event)
 
 
-_MOST_ELEMENTS = 4 << 20  # up to this size, weights before the update and optimizer state are digested in every step
+# Elements up to which weights before the update and optimizer state are digested in every step.
+_MOST_ELEMENTS = 4 << 20
 _NUMBERS = (bool, int, float)
 _LISTS = (tuple, list)
 
@@ -337,7 +351,7 @@ class _OptimizerParameters:
 
 
 class Updates:
-    """Recorder of the updates, each of which ends a step.
+    """Recorder of the updates; each ends a step.
 
     Attributes:
         in_engine: DeepSpeed's engine steps; the steps of its own optimizers are part of that.
@@ -350,14 +364,15 @@ class Updates:
         self.in_engine = False
         self._optimizers: list[weakref.ref[Any]] = []
         self._cache: weakref.WeakKeyDictionary[Any, _OptimizerParameters] = weakref.WeakKeyDictionary()
-        self._skipped = False  # the current update trains nothing
+        # The current update trains nothing.
+        self._skipped = False
 
     @quiet
     def before(self, optimizer: Any) -> None:
         """Record gradients, groups and weights before an optimizer's step."""
         journal = self.journal
         self._passes.root = None
-        # torch.distributed.checkpoint makes a step at rate 0 to create the state that it loads into: it trains nothing.
+        # torch.distributed.checkpoint takes a step at learning rate 0, to create the state that it loads into.
         started = self._passes.begun
         self._skipped = not started and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
         if self._skipped or not journal.within():
@@ -380,8 +395,8 @@ class Updates:
         for (name, _, at), parameter in zip(trained.entries, trained.parameters, strict=True):
             gradient = parameter.grad
             if gradient is not None:
-                local, place = (gradient, WHOLE) if trained.plain else piece(gradient)
-                gradients.append((name, local, at if place == WHOLE and local.numel() else place))
+                local, position = (gradient, WHOLE) if trained.plain else piece(gradient)
+                gradients.append((name, local, at if position == WHOLE and local.numel() else position))
         journal.sums(kinds)
         journal.names("frozen", self._frozen(trained))
         journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
@@ -390,20 +405,20 @@ class Updates:
         """Return the initial values of tensors that no forward recorded."""
         names = set(self._passes.initial)
         kinds: dict[str, list[Entry]] = {"initial#rest": [], "initial buffers#rest": []}
-        for kind, entries in (
+        for section, entries in (
             ("initial#rest", [*self._names.entries(self._names.parameters()), *trained]),
             ("initial buffers#rest", self._names.entries(self._names.buffers(True))),
         ):
             for entry in entries:
                 if entry[0] not in names:
                     names.add(entry[0])
-                    kinds[kind].append(entry)
+                    kinds[section].append(entry)
         return kinds
 
     def _frozen(self, trained: _OptimizerParameters) -> list[Entry]:
         """Return the parameters that require no gradient."""
-        own = zip(trained.entries, trained.parameters, strict=True)
-        frozen = [entry for entry, parameter in own if not parameter.requires_grad]
+        pairs = zip(trained.entries, trained.parameters, strict=True)
+        frozen = [entry for entry, parameter in pairs if not parameter.requires_grad]
         outside = []
         for name, parameter in trained.others:
             if not parameter.requires_grad:
@@ -426,11 +441,12 @@ class Updates:
                 name = self._names.of(parameter) or f"group{number}.{index}"
                 entries.append(self._names.entry(name, parameter))
         plain = all(local is parameter for (_, local, _), parameter in zip(entries, parameters, strict=True))
-        own = set(map(id, parameters))
-        outside = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
+        ids = set(map(id, parameters))
+        outside = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in ids]
         result = _OptimizerParameters(key, entries, parameters, outside, plain)
         self._cache.pop(optimizer, None)
-        if plain:  # caching would keep shards in memory
+        # A cache would keep gathered shards in memory.
+        if plain:
             self._cache[optimizer] = result
         return result
 
@@ -442,9 +458,9 @@ class Updates:
         for (name, local, at), parameter in zip(trained.entries, trained.parameters, strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    shard, place = (value, WHOLE) if trained.plain else piece(value)
+                    shard, position = (value, WHOLE) if trained.plain else piece(value)
                     same = shard.numel() == local.numel() and shard.numel() > 1
-                    entries.append((f"{name}/{key}", shard, at if same else place))
+                    entries.append((f"{name}/{key}", shard, at if same else position))
         return entries
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -454,7 +470,7 @@ class Updates:
                 numbers[key] = value
             elif isinstance(value, Tensor) and value.numel() == 1:
                 self.journal.reading.put(numbers, key, value, "numbers")
-            elif isinstance(value, _LISTS) and all(isinstance(each, _NUMBERS) for each in value):
+            elif isinstance(value, _LISTS) and all(isinstance(item, _NUMBERS) for item in value):
                 numbers[key] = list(value)
         return numbers
 
@@ -502,9 +518,8 @@ class Updates:
         journal = self.journal
         if journal.within() and "opt" in journal.record:
             norm = engine.get_global_grad_norm()
-            journal.record["norm"] = (
-                float(norm) if norm is not None else None
-            )  # waits for the device, as does the engine
+            # Waits for the device, as the engine itself does.
+            journal.record["norm"] = float(norm) if norm is not None else None
             buffers = self._names.buffers(journal.thorough)
             weights = self._names.entries(self._names.parameters())
             journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})

@@ -25,17 +25,24 @@ __all__ = [
 ]
 
 
-SKETCH = 8  # signed sums of a tensor: the estimated distance is typically off by a third
+# Signed sums of a tensor: the estimated distance is typically off by a third.
+SKETCH = 8
 WIDTH = 2 + SKETCH
-_BLOCK = 256  # elements that share a row
-_ROWS = {"cpu": 768}  # rows per call: enough that calls cost little, few enough to fit a cache
+# Elements of a row of sums.
+_BLOCK = 256
+# Rows per call on a CPU: enough that calls cost little, few enough to fit a cache.
+_ROWS = {"cpu": 768}
+# Rows per call on other devices.
 _DEVICE_ROWS = 1 << 14
-_PLANS = 32  # cached layouts
+# Plans that are cached, at most.
+_PLANS = 32
+# Constants of splitmix64 (Steele et al., OOPSLA 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _KINDS = (torch.float32, torch.float64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
-Layout = tuple[int, "ElementPlaces", bool]  # elements, their place, whether in float64
+# (elements, their places, whether they are float64)
+Layout = tuple[int, "ElementPlaces", bool]
 
 
 class ElementPlaces(NamedTuple):
@@ -57,10 +64,10 @@ class ElementPlaces(NamedTuple):
 
     def spans(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield (first row in the whole tensor, rows) for `rows` rows from `row` on."""
-        each = self.run // _BLOCK or row + rows
+        run_rows = self.run // _BLOCK or row + rows
         while rows:
-            number, within = divmod(row, each)
-            count = min(rows, each - within)
+            number, within = divmod(row, run_rows)
+            count = min(rows, run_rows - within)
             yield (self.start + number * self.stride) // _BLOCK + within, count
             row = row + count
             rows = rows - count
@@ -95,13 +102,17 @@ def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
 
 
 def summed(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
-    """Return a row for each piece, all on one device. int64 [n, WIDTH]; floats by their bits."""
+    """Return a row of sums for each piece; the pieces are on one device.
+
+    Returns:
+        int64 [n, WIDTH], with the bits of floats.
+    """
     if not pieces:
         return torch.zeros(0, WIDTH, dtype=torch.int64)
     plains = [plain(*piece) for piece in pieces]
-    places = [place for _, place in pieces]
+    places = [position for _, position in pieces]
     device = plains[0].device
-    key = (device, *((tensor.numel(), tensor.dtype, place) for tensor, place in zip(plains, places, strict=True)))
+    key = (device, *((tensor.numel(), tensor.dtype, position) for tensor, position in zip(plains, places, strict=True)))
     plan = _plan_cache.get(key)
     if plan is None:
         if len(_plan_cache) >= _PLANS:
@@ -162,19 +173,19 @@ class SumPlan:
         self._shapes = [tensor.shape for tensor in plains]
         self._sizes = [tensor.numel() for tensor in plains]
         layouts = []
-        for tensor, place in zip(plains, places, strict=True):
-            layouts.append((tensor.numel(), _place_of_rows(place), tensor.dtype == torch.float64))
+        for tensor, position in zip(plains, places, strict=True):
+            layouts.append((tensor.numel(), _place_of_rows(position), tensor.dtype == torch.float64))
         self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
         kinds = []
         for wide in (False, True):
             kinds.append((wide, [pack for pack in self._packs if pack.wide is wide]))
         self._sides = [_FloatPacks(wide, packs, *_constants(packs, device)) for wide, packs in kinds if packs]
-        self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
+        self._zeros = {dtype: torch.zeros(_BLOCK, device=device, dtype=dtype) for dtype in _KINDS}
         self._tables = {side.wide: _tables(side.wide, device) for side in self._sides}
         # Each piece that is cut is flattened once.
         uncut = {(piece, 0, size) for piece, size in enumerate(self._sizes)}
         self._cut = sorted(
-            {part[0] for pack in self._packs for part in pack.parts if part[0] >= 0 and part not in uncut}
+            {source[0] for pack in self._packs for source in pack.parts if source[0] >= 0 and source not in uncut}
         )
 
     def run(self, plains: list[Tensor]) -> Tensor:
@@ -196,7 +207,7 @@ class SumPlan:
         rooms = [
             torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
         ]
-        # for pieces without a row
+        # Pieces without elements have no row, and keep these placeholders.
         views = []
         for _ in range(times):
             views.append([torch.empty(shape) for shape in self._shapes])
@@ -211,9 +222,13 @@ class SumPlan:
         return rooms, views
 
     def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
-        """Sum the first `times` copies in the rooms, as `run` does. int64 [times * n, WIDTH]"""
+        """Sum the first `times` copies in the rooms, as `run` does.
+
+        Returns:
+            int64 [times * n, WIDTH].
+        """
         used = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
-        # A side has one pack
+        # A pooled plan has one pack for each dtype.
         return self._sum([torch.split(rows, _ROWS["cpu"]) for rows in used], times)
 
     def _sum(self, rows: Sequence[Iterable[Tensor]], times: int) -> Tensor:
@@ -225,16 +240,17 @@ class SumPlan:
         total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
         for side, chunks in zip(self._sides, rows, strict=True):
             self._add(total, side, chunks, times)
+        # A digest has 32 bits.
         total[:, 0].bitwise_and_(0xFFFFFFFF)
         return total
 
     def _add(self, total: Tensor, side: _FloatPacks, chunks: Iterable[Tensor], times: int) -> None:
         """Add the hashes, squares and signed sums of a side's rows to their pieces."""
         count = times * len(side.owners)
-        kind = _KINDS[side.wide]
+        dtype = _KINDS[side.wide]
         hashes = _scratch("hashes", count, 1, torch.int32, self._device).view(-1)
-        lengths = _scratch("lengths", count, 1, kind, self._device).view(-1)
-        sketches = _scratch("sketches", count, SKETCH, kind, self._device).view(SKETCH, count)
+        lengths = _scratch("lengths", count, 1, dtype, self._device).view(-1)
+        sketches = _scratch("sketches", count, SKETCH, dtype, self._device).view(SKETCH, count)
         end = 0
         for rows in chunks:
             begin = end
@@ -256,6 +272,7 @@ class SumPlan:
         mixed_words, shifted = (
             _scratch(use, rows.shape[0], words.shape[1], torch.int32, self._device) for use in ("mixed", "shifted")
         )
+        # A hash of each word by its position: multiply by an odd number, shift, xor.
         torch.mul(words, self._tables[wide][0], out=mixed_words)
         torch.bitwise_right_shift(mixed_words, 15, out=shifted)
         torch.bitwise_xor(mixed_words, shifted, out=shifted)
@@ -266,8 +283,8 @@ class SumPlan:
             piece, begin, end = pack.parts[0]
             if (end - begin) % _BLOCK == 0 and plains[piece].is_contiguous():
                 return plains[piece].view(-1)[begin:end].view(-1, _BLOCK)
-        kind = torch.float64 if pack.wide else torch.float32
-        zeros = self._zeros[kind]
+        dtype = torch.float64 if pack.wide else torch.float32
+        zeros = self._zeros[dtype]
         parts = []
         for piece, begin, end in pack.parts:
             if piece < 0:
@@ -276,7 +293,7 @@ class SumPlan:
                 flat = plains[piece]
                 flat = flat if flat.ndim == 1 else flat.reshape(-1)
                 parts.append(flat if end - begin == self._sizes[piece] else flat[begin:end])
-        rows = _scratch("rows", pack.rows, _BLOCK, kind, self._device)
+        rows = _scratch("rows", pack.rows, _BLOCK, dtype, self._device)
         torch.cat(parts, out=rows.view(-1))
         return rows
 
@@ -295,24 +312,25 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
     packs: list[_Pack] = []
     for wide in (False, True):
         open_pack = _Pack(wide)
-        for piece, (count, place, is_wide) in enumerate(layouts):
+        for piece, (count, position, is_wide) in enumerate(layouts):
             if is_wide is not wide or not count:
                 continue
-            start = place.start
-            lead = place.start % _BLOCK
+            start = position.start
+            lead = position.start % _BLOCK
+            # `head` completes the row of the whole tensor in which the piece begins.
             head = min(count, (_BLOCK - lead) % _BLOCK if lead else 0)
             middle = (count - head) // _BLOCK
             cuts = [(0, head)] if head else []
-            # A copy is cheaper than operations of its own
-            if middle <= most // 2 and not place.run:
+            # A small piece is copied next to others, which is cheaper than operations of its own.
+            if middle <= most // 2 and not position.run:
                 cuts = [(0, count)]
             else:
                 for row in range(0, middle, most):
                     rows = min(most, middle - row)
-                    first = head + row * _BLOCK
-                    origin = place if place.run else ElementPlaces(start + head)
+                    offset = head + row * _BLOCK
+                    origin = position if position.run else ElementPlaces(start + head)
                     spans = [(piece, *span) for span in origin.spans(row, rows)]
-                    packs.append(_Pack(wide, [(piece, first, first + rows * _BLOCK)], spans, rows))
+                    packs.append(_Pack(wide, [(piece, offset, offset + rows * _BLOCK)], spans, rows))
                 if head + middle * _BLOCK < count:
                     cuts.append((head + middle * _BLOCK, count))
             for begin, end in cuts:
@@ -326,7 +344,11 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
 
 
 def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
-    """Append the elements from `begin` to `end` of a piece to a pack, padded with zeros to whole rows."""
+    """Append elements of a piece to a pack, padded with zeros to whole rows.
+
+    Args:
+        begin, end: the first of the elements, and the one after the last.
+    """
     lead = (start + begin) % _BLOCK
     if lead:
         pack.parts.append((-1, 0, lead))
@@ -334,13 +356,17 @@ def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
     rows = -(-(lead + end - begin) // _BLOCK)
     if rows * _BLOCK > lead + end - begin:
         pack.parts.append((-1, 0, rows * _BLOCK - lead - (end - begin)))
-    first = (start + begin) // _BLOCK
-    pack.spans.append((piece, first, rows))
+    first_row = (start + begin) // _BLOCK
+    pack.spans.append((piece, first_row, rows))
     pack.rows += rows
 
 
 def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the piece, an odd number (int32) and the signs (float32 [SKETCH, rows]) of each row."""
+    """Return the piece, the odd number and the signs of each row.
+
+    Returns:
+        int64 [rows], int32 [rows], float32 [SKETCH, rows].
+    """
     spans = torch.tensor([span for pack in packs for span in pack.spans], dtype=torch.int64).reshape(-1, 3)
     pieces, firsts, rows = spans.unbind(1)
     owners = pieces.repeat_interleave(rows)
@@ -352,7 +378,12 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
 
 
 def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return an odd number (int32) for each word of a row, and the signs [SKETCH, _BLOCK] of each element."""
+    """Return each word's odd number in a row, and each element's signs.
+
+    Returns:
+        int32 [words], float [SKETCH, _BLOCK].
+    """
+    # The factors 31 and 77 only make the two tables differ.
     numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
     odd = ((numbers >> 16) | 1).to(torch.int32)
     signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
@@ -376,8 +407,8 @@ _scratch_cache: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 def _sketch(rows: Tensor, table: Tensor, out: Tensor) -> None:
     """Compute table @ rows.T without rounded products, whatever the matmul precision."""
     if rows.device.type != "cpu":
-        for each in range(SKETCH):
-            torch.sum(rows * table[each], 1, out=out[each])
+        for index in range(SKETCH):
+            torch.sum(rows * table[index], 1, out=out[index])
     elif rows.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         out.copy_(torch.mm(table.double(), rows.double().t()))
     else:
