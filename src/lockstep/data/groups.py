@@ -155,6 +155,7 @@ class SampledGroups:
     def __init__(self, sampler: Any, samples: int, seed: int, draws: Callable[[int], list[Any]] | None = None) -> None:
         self._sampler = sampler
         self._samples = samples
+        # Copies, since a sampler may fill one list again and again.
         self._draws = draws or partial(
             draw_seeded, sampler, seed, read=lambda sampler: [list(each) for each in sampler]
         )
@@ -203,11 +204,6 @@ class SampledGroups:
         check_indices(indices, self._samples, f"epoch {epoch} of `order`")
         starts = np.cumsum([0, *map(len, lists)])
         return _Lists(starts, indices, number_repeats(np.full(len(indices), epoch), indices, self._samples))
-
-
-def _copy_lists(sampler: Any) -> list[list[int]]:
-    # A sampler may fill one list again and again.
-    return [list(each) for each in sampler]
 
 
 class _Lists(NamedTuple):

@@ -57,7 +57,6 @@ __all__ = [
     "check_dataset",
     "collate_draws",
     "draws",
-    "failure",
     "generators_kept",
     "seed_everything",
     "seeded_alike",
@@ -310,15 +309,7 @@ def blamed(method: str, error: Exception, location: str) -> DataError:
     """
     if reason := shortage(error):
         return SampleError(f"{location}: {reason}")
-    return DataError(f"the task's `{method}` failed at {location}: {failure(error)}; fix it there")
-
-
-def failure(error: Exception) -> str:
-    """Return `TYPE: first line of the message (FILE:LINE)`.
-
-    The line is the last in the traceback that is neither torch's nor lockstep's.
-    """
-    return error_line(error)
+    return DataError(f"the task's `{method}` failed at {location}: {error_line(error)}; fix it there")
 
 
 def seed_everything(key: int) -> None:

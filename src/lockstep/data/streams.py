@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data._utils import worker
 
-from lockstep.data.loader import failure, seed_everything
+from lockstep.data.loader import seed_everything
 from lockstep.data.sampler import Indices, permute
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import DataError, LockstepError, SampleError
+from lockstep.errors import DataError, LockstepError, SampleError, error_line
 from lockstep.seeds import derive
 
 __all__ = [
@@ -573,7 +573,7 @@ class LaneReader:
             where = f"lane {opened.lane}"
         return SampleError(
             f"{rank_label(self._rank)}, step {step + 1}: the stream {self._source.name} cannot be read at "
-            f"{where}{tries}: {failure(error)}; repair it, or open it again more often: --guards.retries N"
+            f"{where}{tries}: {error_line(error)}; repair it, or open it again more often: --guards.retries N"
         )
 
 

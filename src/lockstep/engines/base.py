@@ -20,12 +20,11 @@ from torch.overrides import has_torch_function_unary
 
 from lockstep.config.engine_options import EngineOptions
 from lockstep.config.sections import Fp16
-from lockstep.data.loader import failure
 from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.membership import translate_errors
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
-from lockstep.errors import DataError, LockstepError, name_settings
+from lockstep.errors import DataError, LockstepError, error_line, name_settings
 from lockstep.tensors import is_dtensor
 
 __all__ = [
@@ -326,7 +325,7 @@ class Penalty:
         except LockstepError:
             raise
         except Exception as error:
-            raise DataError(f"the task's `penalty` failed: {failure(error)}; fix it there") from error
+            raise DataError(f"the task's `penalty` failed: {error_line(error)}; fix it there") from error
         if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
             raise DataError(
                 f"the task's `penalty` returned {_describe(value)}: it must return one number, a 0-dim float tensor"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.data.loader import failure
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError, error_line
 from lockstep.tensors import is_dtensor, local_of
 
 __all__ = [
@@ -262,4 +261,6 @@ def _blame(subject: str) -> Iterator[None]:
     except LockstepError:
         raise
     except Exception as error:
-        raise DataError(f"{subject} failed in the rehearsal before step 1: {failure(error)}; fix it there") from error
+        raise DataError(
+            f"{subject} failed in the rehearsal before step 1: {error_line(error)}; fix it there"
+        ) from error

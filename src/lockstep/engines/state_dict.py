@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lockstep.data.loader import failure
 from lockstep.engines.base import set_extra
 from lockstep.engines.closure import packed, step_of, takes_closure, unpack
-from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.errors import CheckpointError, DataError, LockstepError, error_line
 from lockstep.tensors import copy_into, is_expanded, local_of
 
 __all__ = [
@@ -274,7 +273,7 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     except Exception as error:
         raise DataError(
             f"the `step` of the optimizer {type(kernel).__name__} failed on zero gradients, with which a resume "
-            f"creates its states: {failure(error)}; fix it there"
+            f"creates its states: {error_line(error)}; fix it there"
         ) from error
     for parameter, local, values in zip(parameters, locals_, before, strict=True):
         parameter.grad = None

@@ -43,11 +43,11 @@ from torch.utils import _pytree as pytree
 
 from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
-from lockstep.data.loader import blamed, failure
+from lockstep.data.loader import blamed
 from lockstep.distributed import collectives
 from lockstep.distributed.membership import translate_errors
 from lockstep.engines.registry import backward_apart, explain_no_backward, name_of, undo_step
-from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
 from lockstep.passes import split_loss
 from lockstep.task import Task
 from lockstep.tensors import is_dtensor, local_of
@@ -184,7 +184,7 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
     except Exception as error:
         # The parameters cannot be moved or read, on every rank alike.
         _check_unwritten(trial, versions)
-        return Verdict("unknown", failure(error))
+        return Verdict("unknown", error_line(error))
 
 
 def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
@@ -604,7 +604,7 @@ class _Judgement:
             problem = error
             if isinstance(error, torch.OutOfMemoryError):
                 trial.memory_error = error
-            finding = self._undecided(failure(error))._replace(failed=True)
+            finding = self._undecided(error_line(error))._replace(failed=True)
         if self._weighing.is_sharded:
             try:
                 # Collective: the other ranks may wait in a forward.

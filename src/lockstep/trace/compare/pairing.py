@@ -223,9 +223,6 @@ def trained(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int,
         yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
 
 
-evaluated = trained
-
-
 def computed(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
     """Yield rank -> sample keys of each forward, for each run.
 
