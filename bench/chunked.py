@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from lockstep.models.fused import summed_cross_entropy
+from lockstep.models.chunked_loss import summed_cross_entropy
 from lockstep.models.gpt import GPT, GPTConfig
 
 

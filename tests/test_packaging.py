@@ -33,7 +33,6 @@ NAMED = {
     "sklearn": "scikit-learn",
     "pynvml": "nvidia-ml-py",
 }  # what is imported -> its distribution, where they differ
-WITH_TORCH = {"triton"}  # a dependency of torch's CUDA builds, which alone need it, in the version that fits
 
 
 def plain(name):
@@ -72,7 +71,7 @@ def test_what_is_imported_is_declared():
     """Each import's distribution is a dependency; that of an extra stands in one file, which says what is missing."""
     used, main = imported(), names(PROJECT["dependencies"])
     extras = set().union(*(names(EXTRAS[extra]) for extra in EXTRAS if extra not in ("dev", "bench")))
-    assert names(used) <= main | extras | WITH_TORCH, "not declared"
+    assert names(used) <= main | extras, "not declared"
     assert main - names(used) == set(), "declared and never imported"
     for name in names(used) - main:
         assert len(used[name]) == 1, f"{name} is an extra: {used[name]}"

@@ -9,7 +9,7 @@ from common import failed, figure, read_arguments, sizes, timed
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lockstep.models.fused import summed_cross_entropy, summed_loss
+from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss
 from lockstep.models.gpt import GPT
 
 KERNELS = {

@@ -37,12 +37,12 @@ GRACE = 8  # seconds of a stage that is interrupted at its limit: pytest prints 
 TESTS = "-m pytest -m gpu -W default -v --no-header -p no:cacheprovider -n 6 --maxfail 12 --timeout 120 --tb short -rf"
 FILES = (
     *("test_gpu.py", "test_gpu_runs.py", "engines/test_engine_gpu.py", "guards/test_guards_gpu.py"),
-    *("models/test_gpt.py", "models/test_fused.py"),
+    "models/test_gpt.py",
 )
 
 # Off until a device has measured them: each by itself, then together.
-OPTIONS = "residual_dtype=bf16 fused_kernels=backward fused_kernels=all weight_copies=step,grad_dtype=bf16"
-ALL_OPTIONS = "residual_dtype=bf16,fused_kernels=all,weight_copies=step,grad_dtype=bf16"
+OPTIONS = "residual_dtype=bf16 weight_copies=step,grad_dtype=bf16"
+ALL_OPTIONS = "residual_dtype=bf16,weight_copies=step,grad_dtype=bf16"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,6 @@ STAGES = {
         f"bench/device/one.py --model gpt2-xl --only rate --steps 6 --set {ALL_OPTIONS.replace(',', ' ')}",
         "",
     ),
-    "epilogue": Stage(0, 40, "bench/device/epilogue.py --limit 25", ""),
     "default-loss": Stage(
         0, 90, "bench/device/one.py --only rate --loss-chunk -1 --micro 16 --batch 32", "--only rate --loss-chunk -1"
     ),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.fused import chunk_of, summed_cross_entropy, summed_loss
+from lockstep.models.chunked_loss import chunk_of, summed_cross_entropy, summed_loss
 from lockstep.models.gpt import GPT, GPTConfig, generate
 from lockstep.models.hf import (
     HubModel,

@@ -11,7 +11,7 @@ from ranks import run
 
 from lockstep import checkpoint
 from lockstep.errors import ConfigError
-from lockstep.models.fused import summed_cross_entropy
+from lockstep.models.chunked_loss import summed_cross_entropy
 from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.transforms import prepare
 

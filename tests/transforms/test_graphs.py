@@ -15,7 +15,7 @@ from toys import Ragged
 import lockstep
 from lockstep import checkpoint
 from lockstep.data.batches import StepPlan
-from lockstep.models.fused import IGNORED
+from lockstep.models.chunked_loss import IGNORED
 from lockstep.models.gpt import GPT, GPTConfig, generate
 from lockstep.tasks.language_model import CausalLM
 from lockstep.training.build_engine import choose_kernels

@@ -116,9 +116,8 @@ def test_the_two_dtypes_of_gradients_differ_where_there_is_something_to_add():
 
 
 @BOTH
-@pytest.mark.parametrize("kernels", ["none", "backward"])
-def test_a_step_of_one_micro_batch_has_the_bits_of_a_run_without(tmp_path, narrow, kernels):
-    same = {"micro_batch_size": 8, "num_epochs": 2, "optim": {"ema": 0.9}, "fused_kernels": kernels}
+def test_a_step_of_one_micro_batch_has_the_bits_of_a_run_without(tmp_path, narrow):
+    same = {"micro_batch_size": 8, "num_epochs": 2, "optim": {"ema": 0.9}}
     wanted, loss = trained(tmp_path, language(), "forward", precision="bf16", **same)
     found, own = trained(tmp_path, language(), "step", **given(narrow), **same)
     assert own == loss  # of averaged weights
@@ -272,21 +271,6 @@ def test_torchs_own_linear_layers_and_what_a_model_names_have_copies_and_tied_on
     other = copy.deepcopy(model)
     assert copies_of(other) is not copies
     assert other["one"].weight_copy is not model["one"].weight_copy
-
-
-def test_every_product_of_a_gpt_with_fused_kernels_takes_copies():
-    model = GPT(GPTConfig(layers=1, heads=1, width=8, vocab_size=60, context=4))
-    model.fuse(epilogue=False)
-    copies = WeightCopies.of(model, BF16, narrow=False)
-    assert len(copies.tensors) == 9  # four products with their biases, and the head
-    ids, model = torch.zeros(1, 4, dtype=torch.long), autocast(model, BF16, "cpu")
-    for held in copies.tensors:
-        kept = held.detach().clone()
-        held.detach().fill_(torch.nan)
-        assert model(ids).isfinite().all()
-        with copies.used():
-            assert not model(ids).isfinite().all()
-        held.detach().copy_(kept)
 
 
 def test_copies_serve_under_autocast_alone():

@@ -466,7 +466,7 @@ _GROUPS = {
     ),
     "computation": (
         *("engine", "device", "precision", "matmul_precision", "residual_dtype", "weight_copies", "grad_dtype"),
-        *("fused_kernels", "exact", "batchnorm", "attention", "compile", "compile_scope"),
+        *("exact", "batchnorm", "attention", "compile", "compile_scope"),
         *("activation_checkpointing", "on_oom", "timeout"),
     ),
     "evaluation": (

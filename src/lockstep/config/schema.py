@@ -271,13 +271,6 @@ class Config:
         "dtype in which --weight-copies step accumulates gradients; bf16: less memory traffic, coarser sums",
         *("float32", "bf16"),
     )
-    fused_kernels: str = option(
-        "none",
-        "Triton kernels of the built-in GPT; backward: bias gradients fused into the backward of q, k, v and of "
-        "GELU; all: GELU fused into its matrix product too",
-        *("none", "backward", "all"),
-        builtin=True,
-    )
     exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same result on any number of processes")
     shares: str = option(
         "equal",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.models.fused import Ending, GeluLinear, QkvLinear, summed_loss
+from lockstep.models.chunked_loss import Ending, summed_loss
 from lockstep.transforms.precision import eager
 from lockstep.transforms.weight_copies import weight_of
 
@@ -131,11 +131,9 @@ class _Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
 
-    def _heads(self, products: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def _heads(self, products: Tensor) -> tuple[Tensor, ...]:
         """Split queries, keys and values into heads, each [batch, heads, time, width / heads]."""
-        if isinstance(products, Tensor):
-            return products.view(*products.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return tuple(projection.view(*projection.shape[:-1], self.heads, -1).transpose(1, 2) for projection in products)
+        return products.view(*products.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class Block(nn.Module):
@@ -156,9 +154,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = x + self.drop(self.attention(self.attention_norm(x), mask, past))
-        hidden = self.expand(self.mlp_norm(x))
-        if not isinstance(self.expand, GeluLinear):
-            hidden = F.gelu(hidden, approximate="tanh")
+        hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
         return cast(Tensor, x + self.drop(self.output(hidden)))
 
 
@@ -171,7 +167,7 @@ class GPT(nn.Module):
     Attributes:
         config: its shape.
         blocks: the layers, the units that engines shard, compile and recompute.
-        ending: computes the loss from the blocks' output; see `models.fused`.
+        ending: computes the loss from the blocks' output; see `models.chunked_loss`.
         multiplies_by: modules whose weight the head uses, see `transforms.weight_copies`.
         residual: dtype of the residual stream; None: the embedding's, which autocast leaves alone.
     """
@@ -215,16 +211,6 @@ class GPT(nn.Module):
                 scale = narrow if name.endswith("output.weight") else 0.02
                 parameter.normal_(0.0, scale, generator=generator)
 
-    def fuse(self, *, epilogue: bool) -> None:
-        """Replace layers of each block by those of `models.fused`, keeping parameters and names.
-
-        Args:
-            epilogue: the product before the GELU computes it too.
-        """
-        for block in cast(Sequence[Block], self.blocks):
-            block.attention.inputs = QkvLinear.of(block.attention.inputs)
-            block.expand = GeluLinear.of(block.expand, epilogue=epilogue)
-
     def forward(
         self,
         input_ids: Tensor,
@@ -243,7 +229,7 @@ class GPT(nn.Module):
             positions: int64 [batch, time]; None: 0, 1, 2, ...
             documents: int64 [batch, time]; a token attends to those before it with the same number. None: to all before
                 it.
-            labels: int64 [batch, time]; with them the result is the loss, see `models.fused.summed_loss`.
+            labels: int64 [batch, time]; with them the result is the loss, see `models.chunked_loss.summed_loss`.
             chunk: tokens whose logits are computed together then; 0: all.
             past: a cache for each block, of the previous tokens; they are filled. If they are not empty, `input_ids`
                 are one token.

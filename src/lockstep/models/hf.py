@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.config.fields import is_hub_name
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.fused import summed_cross_entropy, summed_loss
+from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss
 from lockstep.models.quantized import Quantization
 from lockstep.text.cache import reach, way_out
 from lockstep.text.documents import alike
@@ -216,7 +216,7 @@ def can_chunk(model: Any) -> bool:
 def with_loss(model: Any, *, of_logits: bool = False) -> nn.Module:
     """Change the model in place to return the loss if it gets `summed_labels` and `chunk`.
 
-    `summed_labels` are int64 [batch, time]; see `models.fused.summed_loss`.
+    `summed_labels` are int64 [batch, time]; see `models.chunked_loss.summed_loss`.
 
     Args:
         of_logits: take the loss of the model's own logits, however computed; then `chunk` is 0.

@@ -22,7 +22,7 @@ from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config, is_auto
 from lockstep.errors import ConfigError
 from lockstep.files import default_cache
-from lockstep.models.fused import IGNORED, chunk_of, summed_cross_entropy
+from lockstep.models.chunked_loss import IGNORED, chunk_of, summed_cross_entropy
 from lockstep.models.gpt import GPT, ContextReach, Further, GPTConfig, further_logits, generate, plain_logits
 from lockstep.models.hf import (
     HubModel,
@@ -123,7 +123,7 @@ class LanguageModel(Task):
         corpus: see `lockstep.text.token_store.prepare`.
         sources: name -> revision of everything from a hub.
         prompt: beginning of the sample of text at a run's end; "": as the data begins.
-        loss_chunk: tokens whose logits are computed together in the loss, see `models.fused.chunk_of`.
+        loss_chunk: tokens whose logits are computed together in the loss, see `models.chunked_loss.chunk_of`.
         inside: compute the loss in the model's forward, where a compiler sees it; its numbers are the same.
 
     Attributes:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from numbers import Real
 from typing import Any
 
@@ -240,7 +239,6 @@ def build_model(  # noqa: PLR0913
         # The shapes of the tensors do not give the number of heads.
         state.gpt = dataclasses.asdict(model.config)
     _set_residual_dtype(config, model)
-    _fuse_layers(config, model, world.device, sizes_only)
     has_base = (
         add_empty_adapters(config, task, model) if sizes_only else add_adapters(config, task, model, world, state, say)
     )
@@ -383,31 +381,6 @@ def _set_residual_dtype(config: Config, model: nn.Module) -> None:
             f"{type(model).__name__} and {config.precision}; leave it out"
         )
     model.residual = torch.bfloat16
-
-
-def _fuse_layers(config: Config, model: nn.Module, device: torch.device, sizes_only: bool) -> None:
-    """Replace layers of the built-in GPT, by --fused-kernels.
-
-    Args:
-        sizes_only: the model is only traced, so any device will do.
-
-    Raises:
-        ConfigError: another model, adapters, or a device without Triton.
-    """
-    flag = f"--fused-kernels {config.fused_kernels}"
-    if config.fused_kernels == "none":
-        return
-    if not isinstance(model, GPT):
-        raise ConfigError(f"{flag} needs the built-in GPT, not {type(model).__name__}; leave it out")
-    if config.lora.rank:
-        raise ConfigError(f"{flag} does not work with --lora.rank, whose adapters wrap the same layers; leave one out")
-    if not sizes_only and device.type != "cpu" and (device.type != "cuda" or not find_spec("triton")):
-        if device.type != "cuda":
-            missing = "has no fused kernels"
-        else:
-            missing = "needs the package triton (pip install triton)"
-        raise ConfigError(f"{flag}: {device.type} {missing}; leave it out")
-    model.fuse(epilogue=config.fused_kernels == "all")
 
 
 # --- schedule, optimizer and engine

@@ -319,7 +319,7 @@ _ACTIVATIONS = 160
 _SCORES = 12
 # Copies of the logits: half precision, float32, softmax, their gradient, and the product's gradient.
 _LOGIT_COPIES = 5
-# Bytes of float32 logits above which the loss makes them in chunks (models/fused.py).
+# Bytes of float32 logits above which the loss makes them in chunks (models/chunked_loss.py).
 _CHUNKED_LOGITS = 512 << 20
 # Bytes: CUDA's context, cuBLAS's workspaces, and the allocator's reserve.
 _CUDA_CONTEXT = 2 << 30

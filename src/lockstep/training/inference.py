@@ -158,7 +158,7 @@ def read_config(path: Path, request: InferenceRequest) -> Config:
     for name, value in cli.read_toml(file).items():
         if not name.startswith("engine_options."):
             values[name] = value
-    training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
+    training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32"}
     values |= training | dict(request.changes)
     if request.device:
         values["device"] = request.device

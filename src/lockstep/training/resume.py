@@ -113,7 +113,7 @@ BY_RANKS = "by ranks"
 # Options that decide what is computed from which data. The others may change between starts.
 _FIXED_OPTIONS = (
     *("batch_size", "micro_batch_size", "batch_tokens", "micro_batch_tokens", "seed", "seq_len", "lr"),
-    *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
+    *("precision", "residual_dtype", "weight_copies", "grad_dtype", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout", "data.shuffle_shards"),
     *IMAGE_OPTIONS,
 )

@@ -26,7 +26,6 @@ from lockstep.files import bytes_text
 __all__ = [
     "WeightCopies",
     "copies_of",
-    "operands_of",
     "weight_of",
 ]
 
@@ -66,14 +65,13 @@ class WeightCopies:
     ) -> "WeightCopies":
         """Attach copies of the weights and biases that the model's linear layers multiply by.
 
-        These are torch's own nn.Linear, layers with `takes_copies`, which call `operands_of`, and modules listed in
-        `multiplies_by`: submodules whose weight their parent multiplies by without calling them, such as a token table
-        that is the head too.
+        These are torch's own nn.Linear, and modules listed in `multiplies_by`: submodules whose weight their parent
+        multiplies by without calling them, such as a token table that is the head too.
 
         Raises:
             ConfigError: there are none, or a hook on a weight's gradient would no longer see it.
         """
-        layers = (m for m in model.modules() if _is_plain_linear(m) or getattr(m, "takes_copies", False))
+        layers = (m for m in model.modules() if _is_plain_linear(m))
         modules: dict[nn.Module, tuple[str, ...]] = dict.fromkeys(layers, ("weight", "bias"))
         for module in model.modules():
             modules |= {getattr(module, name): ("weight",) for name in getattr(module, "multiplies_by", ())}
@@ -199,17 +197,6 @@ def weight_of(module: Any, input: Tensor) -> Tensor:
     copies = getattr(module, "copies", None)
     weight: Tensor = module.weight if copies is None or not copies.serve(input) else module.weight_copy
     return weight
-
-
-def operands_of(module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight and bias for a product with `input`.
-
-    The module's own, or their copies while those are in use.
-    """
-    copies = getattr(module, "copies", None)
-    if copies is None or not copies.serve(input):
-        return module.weight, module.bias
-    return module.weight_copy, module.bias_copy
 
 
 def copies_of(model: nn.Module) -> WeightCopies | None:
