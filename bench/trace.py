@@ -5,10 +5,9 @@
     python bench/trace.py --turns --rounds 20       the tiny model in one process, the recorder on and off in turn
 
 Each round runs the same script twice, in a process of its own, once under `lockstep trace`; which comes first changes
-from round to round. The figure is the median over the rounds of (mean step with) / (mean step without): short steps are
-written a few at a time, which a median step would leave out. The first steps, in which every module's output is
-digested too, are left out, and shown apart. --cpu counts processor time, for a machine that has other work; so does
---turns, which leaves out what the hooks take while the recorder is off.
+from round to round. The figure is the median over the rounds of (mean step with) / (mean step without). The first
+steps, in which every module's output is digested too, are left out, and shown apart. --cpu counts processor time, for a
+machine that has other work; so does --turns, which leaves out what the hooks take while the recorder is off.
 """
 
 import argparse

@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from lockstep.trace.record.names import WHOLE
-from lockstep.trace.record.pooled import SLOTS, Pool, Slots, put_digests
 from lockstep.trace.record.samples import Batch, outcomes, outputs
 from lockstep.trace.record.samples import digested as digested_together
-from lockstep.trace.record.sums import SKETCH, WIDTH, ElementPlaces, plain, summed
+from lockstep.trace.record.sums import SKETCH, WIDTH, ElementPlaces, summed
 
 
 def digested(data):
-    return digested_together([Batch(data)])
-
-
-def put(into, key, tensor, form="bytes"):
-    into[key] = tensor.clone()
+    return digested_together(Batch(data))
 
 
 def numbers(rows):
@@ -91,14 +86,14 @@ def test_a_sample_has_its_digest_in_any_batch():
     }
     left = {name: value[1:2].roll(3, 1) for name, value in wide.items()}
     alone = {name: value[1:2, :4] for name, value in wide.items()}
-    every = digested(wide).samples[0]
+    every = digested(wide).samples
     assert len(every) == 4
     assert len(set(every.tolist())) == 4
-    assert digested(alone).samples[0] == every[1]
-    assert digested(left).samples[0] == every[1]
-    assert digested({**alone, "labels": alone["labels"] + 1}).samples[0] != every[1]
+    assert digested(alone).samples == every[1]
+    assert digested(left).samples == every[1]
+    assert digested({**alone, "labels": alone["labels"] + 1}).samples != every[1]
     # input_ids, attention_mask, labels: all, and without each sample's first
-    assert digested(wide).counts[0, 2].tolist() == [25, 21]
+    assert digested(wide).counts[2].tolist() == [25, 21]
 
 
 @pytest.mark.parametrize("vectors", [False, True])
@@ -114,88 +109,33 @@ def test_a_sample_is_the_same_padded_before_and_behind_the_shift(vectors):
     before = {"x": padded(inputs, 7)[:, :-1], "y": padded(labels, -100)[:, 1:]}
     behind = {"x": padded([each[:-1] for each in inputs], 7), "y": padded([each[1:] for each in labels], -100)}
     fewer = {"x": padded(inputs[1:], 7)[:, :-1], "y": padded(labels[1:], -100)[:, 1:]}
-    every = digested(before).samples[0].tolist()
+    every = digested(before).samples.tolist()
     assert len(set(every)) == 3
-    assert every == digested(behind).samples[0].tolist()
-    assert every[1:] == digested(fewer).samples[0].tolist()
-    assert digested(before).leaves[0, 0] != digested(behind).leaves[0, 0]  # by which forwards find their batches
+    assert every == digested(behind).samples.tolist()
+    assert every[1:] == digested(fewer).samples.tolist()
+    assert digested(before).leaves[0] != digested(behind).leaves[0]  # by which forwards find their batches
     behind["x"][2, 1] += 1
-    assert digested(behind).samples[0].tolist()[:2] == every[:2]
-    assert digested(behind).samples[0, 2] != every[2]
+    assert digested(behind).samples.tolist()[:2] == every[:2]
+    assert digested(behind).samples[2] != every[2]
 
 
 def test_batches_of_many_kinds_are_cut():
     pictures = torch.rand(3, 3, 90, 90)
     batch = Batch((pictures, torch.arange(3), ["a", "b", "c"]))
     assert batch.size == 3
-    samples = digested_together([batch]).samples[0]
+    samples = digested_together(batch).samples
     assert len(set(samples.tolist())) == 3
-    assert digested((pictures[1:2], torch.tensor([1]), ["b"])).samples[0] == samples[1]
-    assert digested((pictures[1:2], torch.tensor([1]), ["x"])).samples[0] != samples[1]
-    assert digested({"n": 3}).samples.shape == (1, 1)
+    assert digested((pictures[1:2], torch.tensor([1]), ["b"])).samples == samples[1]
+    assert digested((pictures[1:2], torch.tensor([1]), ["x"])).samples != samples[1]
+    assert digested({"n": 3}).samples.shape == (1,)
     assert digested({"n": 3}).samples != digested({"n": 4}).samples
     assert Batch(None).size == 0
     empty = digested((torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)))
-    assert (empty.samples.shape, empty.counts.tolist()) == ((1, 0), [[[0, 0]]])
+    assert (empty.samples.shape, empty.counts.tolist()) == ((0,), [[0, 0]])
     rows = outputs({"loss": torch.tensor(1.0), "logits": torch.ones(3, 2)}, 3)
     assert [row.shape for row in rows] == [(3, 2)]
     assert outcomes(rows).shape == (3, 2)
     assert outputs(torch.tensor(1.0), 3) == []
-
-
-def test_what_waits_for_other_steps_is_what_it_was_when_it_was_taken():
-    """Tensors and batches that are changed afterwards, of several shapes and kinds, more often than there are slots."""
-    make = torch.Generator().manual_seed(4)
-    tensors = [torch.randn(shape, generator=make) for shape in ((300, 7), (256,), (), (0, 3))]
-    tensors += [torch.randn(5, 3, generator=make).t(), torch.randn(9, generator=make).bfloat16()]
-    tensors += [torch.randn(700, generator=make, dtype=torch.float64), torch.tensor(3), torch.tensor([True, False])]
-    places = [WHOLE, ElementPlaces(100), ElementPlaces(-1), *[WHOLE] * 6]
-    assert Slots.suit(tensors, places)
-    assert not Slots.suit([torch.zeros(1 << 19)], [WHOLE])
-    slots = Slots([plain(*each) for each in zip(tensors, places, strict=True)], places)
-    pool, found, expected = Pool(put), [], []
-    for step in range(SLOTS + 3):
-        for tensor in tensors:
-            tensor.logical_not_() if tensor.dtype == torch.bool else tensor.add_(1)
-        ids = torch.randint(1, 90, (4, 7), generator=make)
-        batch = {"input_ids": ids, "attention_mask": (ids > 20).long(), "labels": ids.where(ids > 50, -100)}
-        rows = [torch.randn(4, 5, generator=make), torch.randn(4, 3 + step % 2, generator=make)]
-        now, alone = [[0, None], [1, None], {}, {}], {"out": outcomes(rows)}
-        put_digests(put, alone, digested(batch))
-        expected.append((summed(list(zip(tensors, places, strict=True))), alone))
-        pool.sums(slots, tensors, [(now[0], 0, 4), (now[1], 4, 9)])
-        assert pool.batch(now[2], Batch(batch))
-        assert pool.output(now[3], rows)
-        for changed in (*batch.values(), *rows):
-            changed.zero_()
-        found.append(now)
-    pool.finish()
-    for (one, two, batch, output), (sums, alone) in zip(found, expected, strict=True):
-        rows = torch.frombuffer(bytearray(one[1] + two[1]), dtype=torch.int64).view(9, WIDTH)
-        digests, values = numbers(rows)
-        assert torch.equal(digests, sums[:, 0])
-        torch.testing.assert_close(values, numbers(sums)[1], rtol=1e-6, atol=1e-4)
-        assert batch.keys() == {"s", "leaf", "c"}
-        assert all(torch.equal(value, {**batch, **output}[name]) for name, value in alone.items())
-    assert not pool.batch({}, Batch((torch.ones(3, 1 << 16),)))
-    assert not pool.batch({}, Batch((torch.ones(3, 2), ["a", "b", "c"])))
-
-
-def test_what_waits_is_bounded_and_may_be_empty():
-    """An evaluation of any length holds no more than a few MiB; a rank may hold no element of any tensor."""
-    pool, records = Pool(put), [{} for _ in range(70)]
-    for record in records:
-        assert pool.batch(record, Batch((torch.ones(16, 1 << 10),)))
-        assert pool.output(record, [torch.ones(16, 1 << 10)])
-    assert sum("s" in record and "out" in record for record in records) >= 70 - (1 << 20) // (2 << 14)
-    pool.finish()
-    assert all("s" in record and "out" in record for record in records)
-    nothing, found = [torch.zeros(0, 3), torch.zeros(0)], [0, None]
-    pool.sums(Slots(nothing, [WHOLE, WHOLE]), nothing, [(found, 0, 2)])
-    pool.finish()
-    assert found[1] == bytes(2 * WIDTH * 8)
-    other = torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {}))
-    assert not Slots.suit([other], [WHOLE])
 
 
 @pytest.mark.parametrize("width", [2 * 4096 + 1, 3 * 4096])

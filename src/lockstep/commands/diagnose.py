@@ -1,9 +1,9 @@
 """Parse the flags of `lockstep doctor`, `plan`, `profile` and `scale`; `diagnose/` does the work.
 
 lockstep scale --world-sizes 1,2,4 -- --task mine.py:Task --batch-size 64
-lockstep scale --world-sizes 1,2 --strong --rounds 5 --extrapolate 8,64 -- --task mine.py:Task
+lockstep scale --world-sizes 1,2 --strong --rounds 5 -- --task mine.py:Task
 lockstep scale --world-sizes 1,2,4 --json -- --exact
-lockstep scale --runs outputs/n8 outputs/n16 --ranks-per-node 8 --extrapolate 64          several nodes
+lockstep scale --runs outputs/n8 outputs/n16          several nodes
 """
 
 import argparse
@@ -188,14 +188,8 @@ def scale_command(argv: list[str]) -> int:
     scale_flags, flags = _split(argv)
     try:
         args = _scale_parser().read(scale_flags)
-        if args.extrapolate:
-            extrapolate = ascending("--extrapolate", args.extrapolate)
-        else:
-            extrapolate = ()
         if args.runs:
-            return _of_runs(args, flags, extrapolate)
-        if args.ranks_per_node:
-            raise ConfigError("--ranks-per-node needs --runs: scale itself starts processes on one node only")
+            return _of_runs(args, flags)
         sizes = ascending("--world-sizes", args.world_sizes)
         config = cli.parse(flags)
     except SystemExit as end:  # --help
@@ -209,7 +203,6 @@ def scale_command(argv: list[str]) -> int:
         modes=modes or (STRONG, WEAK),
         rounds=args.rounds,
         steps=args.steps,
-        extrapolate=extrapolate,
     )
     if config.micro_batch_size:
         request.check(config.micro_batch_size)
@@ -217,14 +210,14 @@ def scale_command(argv: list[str]) -> int:
     return code
 
 
-def _of_runs(args: argparse.Namespace, flags: list[str], extrapolate: tuple[int, ...]) -> int:
+def _of_runs(args: argparse.Namespace, flags: list[str]) -> int:
     """Print the tables of existing runs."""
     if flags:
         raise ConfigError("--runs compares existing runs and takes no flags of train; remove those after `--`")
     module = importlib.import_module("lockstep.diagnose.scale.command")
     with ExitStack() as stack:
         paths = [stack.enter_context(open_folder(name)) for name in args.runs]
-        code: int = module.compare(paths, extrapolate, args.ranks_per_node, as_json=args.json)
+        code: int = module.compare(paths, as_json=args.json)
     return code
 
 
@@ -263,14 +256,10 @@ def _scale_parser() -> Parser:
     )
     add("--rounds", type=int, default=3, metavar="N", help="runs of each size, interleaved (default: %(default)s)")
     add("--steps", type=int, default=20, metavar="N", help="measured steps of each run (default: %(default)s)")
-    add("--extrapolate", default="", metavar="N,N,...", help="world sizes to extrapolate the fit to")
     add("--runs", nargs="+", default=[], metavar="DIR", help="start nothing; compare existing runs")
-    add(
-        "--ranks-per-node", type=int, default=0, metavar="N", help="ranks per node of --runs (default: all on one node)"
-    )
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 # Flags of scale itself: a hint for flags of train must not name them.
-_OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "runs", "ranks_per_node", "json")
+_OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "runs", "json")

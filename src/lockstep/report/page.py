@@ -4,7 +4,7 @@
     write([Path("outputs/a")], Path("outputs/a/report.html"))
 
 Only this file needs Jinja2, which escapes all text of a run's files. The page has no script and makes no requests, and
-its Content-Security-Policy enforces this. `compare` compares several runs; `paired` tests whether two differ in loss.
+its Content-Security-Policy enforces this. `compare` compares several runs.
 """
 
 import functools
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
@@ -27,101 +27,8 @@ from lockstep.report.goodput import LABELS, duration
 
 __all__ = [
     "compare",
-    "paired",
     "write",
 ]
-
-
-# Windows for at least four blocks.
-_MIN_WINDOWS = 16
-
-
-class Paired(NamedTuple):
-    """Result of a paired test.
-
-    Attributes:
-        mean: of the differences.
-        low, high: its 95% interval.
-        p: two-sided.
-        windows, blocks: number of windows tested, and of their blocks.
-    """
-
-    mean: float
-    low: float
-    high: float
-    p: float
-    windows: int
-    blocks: int
-
-
-def paired(differences: Sequence[float]) -> Paired | None:
-    """Test whether the mean of the differences is zero, by block means.
-
-    Returns None if there are too few, or one is not finite.
-    """
-    count = len(differences)
-    if count < _MIN_WINDOWS or not all(map(math.isfinite, differences)):
-        return None
-    # Neighbouring windows are correlated, so the test uses the means of blocks of sqrt(count) windows.
-    size = math.isqrt(count)
-    blocks = count // size
-    # Drop the oldest windows that do not fill a block.
-    tail = differences[count - blocks * size :]
-    means = [math.fsum(tail[at * size : (at + 1) * size]) / size for at in range(blocks)]
-    mean = math.fsum(means) / blocks
-    error = math.sqrt(math.fsum((value - mean) ** 2 for value in means) / (blocks - 1) / blocks)
-    if error == 0:
-        return Paired(mean, mean, mean, 0.0 if mean else 1.0, blocks * size, blocks)
-    reach = _quantile(blocks - 1) * error
-    return Paired(mean, mean - reach, mean + reach, _two_sided(mean / error, blocks - 1), blocks * size, blocks)
-
-
-def _two_sided(t: float, freedom: int) -> float:
-    """Return the probability of |T| >= |t| for Student's t."""
-    return _beta(freedom / (freedom + t * t), freedom / 2, 0.5)
-
-
-def _quantile(freedom: int) -> float:
-    """Return the t that |T| exceeds with a probability of 5%."""
-    low = 0.0
-    high = 1000.0
-    # Bisect. 80 halvings reach the precision of float64.
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _two_sided(middle, freedom) > 0.05 else (low, middle)
-    return high
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """Compute the regularised incomplete beta function, 0 <= x <= 1."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    # The continued fraction converges fast only on this side; the function is symmetric.
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta(1 - x, b, a)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    return front / a / _fraction(x, a, b)
-
-
-def _fraction(x: float, a: float, b: float) -> float:
-    """Compute the incomplete beta function's continued fraction, by Lentz's method."""
-    # Replaces a zero denominator.
-    tiny = 1e-300
-    value = 1.0
-    c = 1.0
-    d = 0.0
-    for index in range(1, 500):
-        half = index // 2
-        if index % 2:
-            step = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
-        else:
-            step = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
-        d = 1 / ((1 + step * d) or tiny)
-        c = (1 + step / c) or tiny
-        value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return value
 
 
 # Two runs with equal values of these draw the same samples in the same order and batches.
@@ -130,12 +37,11 @@ _ORDER = ("seed", "batch_size", "samples", "dataset_samples", "data", "task")
 
 @dataclass(slots=True)
 class RunPair:
-    """A run compared with the first: agreement, and which has the lower loss."""
+    """A run compared with the first: agreement, and the mean losses."""
 
     name: str
     same: list[str]
-    test: str
-    found: Paired | None
+    losses: str
 
 
 @dataclass(slots=True)
@@ -167,9 +73,8 @@ def compare(runs: Sequence[RunFacts], most: int = 40) -> Compared:
             differing.append(row)
     comparison = Compared(differing[:most], max(0, len(differing) - most))
     for run in runs[1:]:
-        pair = RunPair(run.name, [*_compare_records(runs[0], run), *_compare_checkpoints(runs[0], run)], "", None)
-        pair.found, pair.test = _run_paired_test(runs[0], run)
-        comparison.pairs.append(pair)
+        same = [*_compare_records(runs[0], run), *_compare_checkpoints(runs[0], run)]
+        comparison.pairs.append(RunPair(run.name, same, _compare_losses(runs[0], run)))
     return comparison
 
 
@@ -242,42 +147,29 @@ def _compare_checkpoints(a: RunFacts, b: RunFacts) -> list[str]:
     return sentences
 
 
-def _run_paired_test(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
-    """Test the losses of the second half of the common records.
+def _compare_losses(a: RunFacts, b: RunFacts) -> str:
+    """Describe the mean losses of both runs in the second half of the common records.
 
-    Both runs must draw the same samples in the same order.
+    The first half, in which losses fall fast, is left out.
     """
-    differing = [name for name in _ORDER if _plan_value(a, name) != _plan_value(b, name)]
-    if differing:
-        return None, f"No paired test: the runs draw other samples or another order (different {', '.join(differing)})."
-    if _plan_value(a, "seed") is None:
-        return None, "No paired test: a run has no record of its sample order."
-    if a.config.get("log_freq") != b.config.get("log_freq"):
-        return None, "No paired test: the records average over windows of different length (log_freq)."
     half = sum(1 for _ in _common_steps(a.records.steps, b.records.steps)) // 2
     start = 0
-    differences = array("d")
-    # The first half, in which losses fall fast, is left out.
+    losses_a = array("d")
+    losses_b = array("d")
     for at, to in islice(_common_steps(a.records.steps, b.records.steps), half, None):
         start = start or a.records.steps[at]
-        differences.append(b.records.losses[to] - a.records.losses[at])
-    if differences and not any(differences):
-        return None, "No paired test: the losses are equal."
-    result = paired(differences)
-    if result is None:
-        count = len(differences)
-        return None, f"No paired test: the second half has only {count} windows, or a loss that is not finite."
-    low = number(result.low)
-    high = number(result.high)
-    if result.low <= 0 <= result.high:
-        conclusion = "no significant difference"
-    else:
-        conclusion = f"its loss is {'higher' if result.mean > 0 else 'lower'} than that of {a.name}"
-    p = f"p = {result.p:.2g}" if result.p >= 1e-12 else "p < 1e-12"
-    return result, (
-        f"Same samples in the same order from step {start:,} on: {conclusion}. Mean difference {number(result.mean)}, "
-        f"95% interval {low} to {high}, {p} ({result.windows:,} windows in {result.blocks} blocks). The test "
-        "compares these two runs, not other seeds."
+        losses_a.append(a.records.losses[at])
+        losses_b.append(b.records.losses[to])
+    count = len(losses_a)
+    if not count or not all(map(math.isfinite, losses_a)) or not all(map(math.isfinite, losses_b)):
+        return "Mean losses are not compared: the second half has no common record, or a loss that is not finite."
+    mean_a = math.fsum(losses_a) / count
+    mean_b = math.fsum(losses_b) / count
+    differing = [name for name in _ORDER if _plan_value(a, name) != _plan_value(b, name)]
+    order = f" The runs draw other samples or another order (different {', '.join(differing)})." if differing else ""
+    return (
+        f"Mean loss from step {start:,} on ({count:,} common records): "
+        f"{number(mean_b)}, of {a.name} {number(mean_a)}; difference {number(mean_b - mean_a)}.{order}"
     )
 
 

@@ -5,7 +5,7 @@ Recording runs in the script's own process, with torch and nothing else of locks
 attach/sitecustomize.py     run by Python at its start; record/imports.py waits for torch to be imported
 record/hooks.py             hooks into torch and the frameworks; they fill record/states.py (passes and updates)
 record/journal.py           one record a step, of sums.py (tensors), samples.py (batches), names.py (tensor names)
-record/pooled.py            batches small CPU work over several steps, and reads a device once a step
+record/pending.py           reads a device once a step
 
 Comparing needs no torch: compare/reading.py, pairing.py (matching steps), judge*.py (stage by stage), causes.py.
 """

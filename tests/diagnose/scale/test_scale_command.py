@@ -21,8 +21,8 @@ from lockstep import cli
 from lockstep.config.schema import Config
 from lockstep.diagnose.scale import command, report, runs
 from lockstep.diagnose.scale import runs as machine
-from lockstep.diagnose.scale.fit import rows_of
 from lockstep.diagnose.scale.report import Outcome, grown
+from lockstep.diagnose.scale.rows import rows_of
 from lockstep.diagnose.scale.runs import (
     STRONG,
     WEAK,
@@ -66,11 +66,8 @@ def test_sizes_are_ascending_numbers(text):
         (["--world-sizes", "2,1"], "must be ascending numbers"),
         (["--world-sizes", "1,2", "--rounds", "0"], "--rounds is 0"),
         (["--world-sizes", "1,2", "--steps", "3"], "--steps is 3: it must be at least 4"),
-        (["--extrapolate", "8,4"], "--extrapolate is '8,4'"),
         (["--lr", "1"], "unknown flag --lr"),
         (["--world-size", "1,2"], "did you mean --world-sizes"),
-        (["--ranks-per-node", "8"], "--ranks-per-node needs --runs"),
-        (["--runs", "a", "b", "--ranks-per-node", "-1"], "--ranks-per-node is -1"),
         (["train"], "`--` is missing before `train`"),
         (["--", "--engine", "single"], "--engine single is one process"),
         (["--runs", "a", "b", "--", "--lr", "1"], "takes no flags of train"),
@@ -106,7 +103,7 @@ def test_devices_that_are_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert machine_for("auto", (1, 2), exact=False).devices == 2
-    with pytest.raises(ConfigError, match="this node shows 2 devices: give 2 at most, and --extrapolate 4"):
+    with pytest.raises(ConfigError, match="this node shows 2 devices: give 2 at most"):
         machine_for("auto", (1, 4), exact=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine_for("auto", (1, 4), exact=False).devices == 0

@@ -46,20 +46,17 @@ def printed(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-def test_runs_of_several_nodes_are_compared_and_carried_on(tmp_path, capsys):
+def test_runs_of_several_nodes_are_compared(tmp_path, capsys):
     rates = {8: 800.0, 16: 1540.0, 32: 2900.0}
     paths = [folder(tmp_path / f"n{ranks}", ranks, rate) for ranks, rate in rates.items()]
-    found = printed(capsys, *reversed(paths), "--ranks-per-node", "8", "--extrapolate", "64")
+    found = printed(capsys, *reversed(paths))
     assert [row["mode"] for row in found["rows"]] == ["strong"] * 3
     assert [row["efficiency"] for row in found["rows"]] == pytest.approx([1, 1540 / 1600, 2900 / 3200], abs=1e-3)
     assert [row["step_ms"] for row in found["rows"]] == pytest.approx(
         [64e3 / rate for rate in rates.values()], rel=0.01
     )
-    (further,) = found["extrapolated"]
-    assert (further["ranks"], further["idle"]) == (64, True)
     notes = " ".join(found["notes"])
     assert "records of earlier runs" in notes
-    assert "no network between nodes" not in notes
     assert "gloo" not in notes
 
 
@@ -90,20 +87,20 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
         ([one, tmp_path / "a" / "state.json"], "is not a complete run folder"),
     ):
         with pytest.raises(ConfigError, match=line) as caught:
-            existing(paths, (), 0)
+            existing(paths)
         assert "\n" not in str(caught.value)
     (two / "metrics.jsonl").write_text("\n".join((two / "metrics.jsonl").read_text().splitlines()[:1]) + "\n")
     with pytest.raises(ConfigError, match="fewer than two records"):
-        existing([one, two], (), 0)
+        existing([one, two])
     for damage in ("{", "[]", '{"world_size": "2"}', '{"world_size": 0}', "{}", "[" * 100_000):
         (two / "state.json").write_text(damage)
         with pytest.raises(ConfigError, match="is not a complete run folder"):
-            existing([one, two], (), 0)
+            existing([one, two])
     (two / "state.json").write_text('{"world_size": 2}')
     for damage in ("x = [", "batch_size = 'y'\nmicro_batch_size = 1\n", ""):
         (two / "config.toml").write_text(damage)
         with pytest.raises(ConfigError, match="is not a complete run folder"):
-            existing([one, two], (), 0)
+            existing([one, two])
 
 
 def test_the_folder_of_a_real_run_is_read(tmp_path):
@@ -113,7 +110,7 @@ def test_the_folder_of_a_real_run_is_read(tmp_path):
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     state = tmp_path / "two" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"world_size": 2}))
-    found = existing([tmp_path / "one", tmp_path / "two"], (), 0)
+    found = existing([tmp_path / "one", tmp_path / "two"])
     assert found.request.sizes == (1, 2)
     assert [len(sample.rates) for sample in found.samples] == [3, 3]
     assert all(sample.total > 0 and "forward" in sample.parts for sample in found.samples)

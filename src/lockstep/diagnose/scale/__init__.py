@@ -1,1 +1,1 @@
-"""Speed of training by the number of ranks: measured, explained, extrapolated. See docs/scale.md."""
+"""Speed of training by the number of ranks: measured and explained. See docs/scale.md."""

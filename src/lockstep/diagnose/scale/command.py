@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 from lockstep.diagnose.scale import report
-from lockstep.diagnose.scale.fit import ScaleRow, carried, rows_of
 from lockstep.diagnose.scale.report import grown, profiled, slowest
+from lockstep.diagnose.scale.rows import ScaleRow, rows_of
 from lockstep.diagnose.scale.runs import (
     Machine,
     RunFailed,
@@ -47,7 +47,6 @@ def run(request: ScaleRequest, *, as_json: bool) -> int:
             size,
             rows,
             verdict=_verdict(request, machine, size, rows, samples),
-            further=carried(request, machine, rows, samples),
         )
     outcome.show(as_json=as_json)
     if failures:
@@ -56,22 +55,19 @@ def run(request: ScaleRequest, *, as_json: bool) -> int:
     return 0
 
 
-def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, *, as_json: bool) -> int:
+def compare(paths: Sequence[Path], *, as_json: bool) -> int:
     """Analyse runs that were made before, print the outcome and return 0.
 
     Raises:
         ConfigError: they cannot be compared.
     """
-    request, machine, samples, sources = existing(paths, extrapolate, per_node)
+    request, machine, samples, sources = existing(paths)
     size = request.config.micro_batch_size
     rows = rows_of(request, machine, samples, {}, size)
     slow = slowest(rows)
     summary = slow and {"mode": slow.mode, "ranks": slow.ranks, "sentence": grown(slow, rows[0], machine, samples)}
-    further = carried(request, machine, rows, samples)
     verdict = summary | {"profile": None} if summary else None
-    report.Outcome(request, machine, size, rows, verdict=verdict, further=further, sources=sources).show(
-        as_json=as_json
-    )
+    report.Outcome(request, machine, size, rows, verdict=verdict, sources=sources).show(as_json=as_json)
     return 0
 
 

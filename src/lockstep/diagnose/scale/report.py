@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lockstep.config import cli
 from lockstep.config.secrets import printable
-from lockstep.diagnose.scale.fit import GOOD, Further, ScaleRow
+from lockstep.diagnose.scale.rows import GOOD, ScaleRow
 from lockstep.diagnose.scale.runs import (
     PROFILE,
     STRONG,
@@ -130,7 +130,6 @@ class Outcome:
     Attributes:
         micro_batch_size: samples in one forward.
         verdict: why the first slow size is slow: {"mode", "ranks", "sentence", "profile"}; None if none is.
-        further: extrapolated sizes.
         sources: remarks on the origin of the numbers; [] if they were measured here.
     """
 
@@ -139,7 +138,6 @@ class Outcome:
     micro_batch_size: int
     rows: list[ScaleRow]
     verdict: dict[str, Any] | None = None
-    further: list[Further] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
     def show(self, *, as_json: bool) -> None:
@@ -153,10 +151,6 @@ class Outcome:
         for mode in self.request.modes:
             console.print(Text(_TITLES[mode]))
             console.print(_table([row for row in self.rows if row.mode == mode]))
-            further = [entry for entry in self.further if entry.mode == mode]
-            if further:
-                console.print(Text("extrapolated by the fit, not measured, with 90% intervals"))
-                console.print(_further(further))
         for line in self.notes():
             console.print(Text(printable(line)), soft_wrap=True)
 
@@ -173,7 +167,6 @@ class Outcome:
                 "machine": asdict(self.machine),
                 "rows": rows,
                 "verdict": self.verdict,
-                "extrapolated": [asdict(entry) for entry in self.further],
                 "notes": self.notes(),
             }
         )
@@ -188,8 +181,6 @@ class Outcome:
             parts = next(row.micro_batches for row in self.rows if row.full < 1)
             sizes = ", ".join(map(str, uneven))
             lines.append(f"{sizes} ranks do not divide {parts} micro-batches: some wait while others compute one more")
-        if self.further:
-            lines += _of_fit(self.rows, self.further, self.request.ranks_per_node)
         if self.verdict:
             why = self.verdict["sentence"] or "no part of rank 0's step grew; a trace would show more"
             lines.append(f"{self.verdict['ranks']} ranks ({self.verdict['mode']}) are below 80 %: {why}")
@@ -212,27 +203,6 @@ def _of_machine(machine: Machine, rows: list[ScaleRow]) -> list[str]:
             f"{sizes} ranks share {cores}: {most.ranks} can be {most.allowed:.3g} times as fast as the smallest "
             "size at best, whatever the training does; read the last column"
         )
-    return lines
-
-
-def _of_fit(rows: list[ScaleRow], further: list[Further], per_node: int) -> list[str]:
-    ranks = sorted({row.ranks for row in rows if row.rounds})
-    several_nodes = per_node and ranks[-1] > per_node
-    lines = [
-        f"the extrapolation from {', '.join(map(str, ranks))} ranks assumes a device (or cores) for each rank and "
-        f"links like the measured ones{'' if several_nodes else '; no network between nodes was measured'}"
-    ]
-    for mode in dict.fromkeys(each.mode for each in further):
-        largest = max((each for each in further if each.mode == mode), key=lambda each: each.ranks)
-        terms = sorted(largest.terms.items(), key=lambda pair: -pair[1])
-        listing = ", ".join(f"{name} {ms:.3g}" for name, ms in terms if ms > 0.01 * largest.step_ms)
-        lines.append(f"on {largest.ranks} ranks ({mode}) the fitted {largest.step_ms:.3g} ms of a step are: {listing}")
-        idle = [each for each in further if each.mode == mode and each.idle]
-        if idle:
-            sizes = ", ".join(str(each.ranks) for each in idle)
-            lines.append(
-                f"{sizes} ranks ({mode}) are more than a step has micro-batches: the rest would compute nothing"
-            )
     return lines
 
 
@@ -275,23 +245,6 @@ def _table(rows: list[ScaleRow]) -> Table:
         ]
         cells += [f"{row.low:.0%} to {row.high:.0%}", f"{row.band[0]:.0%} to {row.band[1]:.0%}" if row.band else "-"]
         table.add_row(*(Text(cell) for cell in [*cells, *[f"{row.of_cores:.0%}"] * shared]))
-    return table
-
-
-def _further(further: list[Further]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("ranks", "batch", "step ms", "between", "speed-up", "efficiency", "between"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for entry in further:
-        table.add_row(
-            str(entry.ranks),
-            str(entry.batch_size),
-            f"{entry.step_ms:.4g}",
-            f"{entry.step_low:.4g} and {entry.step_high:.4g}",
-            f"{entry.speedup:.2f}",
-            f"{entry.efficiency:.0%}",
-            f"{entry.low:.0%} and {entry.high:.0%}",
-        )
     return table
 
 

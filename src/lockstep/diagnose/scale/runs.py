@@ -114,8 +114,7 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
             raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
         if devices and sizes[-1] > devices:
             raise ConfigError(
-                f"--world-sizes has {sizes[-1]}, but this node shows {devices} devices: give {devices} at most, and "
-                f"--extrapolate {sizes[-1]} to estimate more"
+                f"--world-sizes has {sizes[-1]}, but this node shows {devices} devices: give {devices} at most"
             )
     count = affinity_cores()
     cores = min(float(count), max(1.0, cpu_quota(_ROOT) or count))
@@ -158,8 +157,6 @@ class ScaleRequest:
         modes: STRONG (the same batch), WEAK (the batch grows with the ranks), or both.
         rounds: runs of each setting.
         steps: counted steps of each run, divided into WINDOWS records.
-        extrapolate: numbers of ranks to extrapolate to.
-        ranks_per_node: of runs on several nodes; 0: all on one.
     """
 
     flags: tuple[str, ...]
@@ -168,8 +165,6 @@ class ScaleRequest:
     modes: tuple[str, ...] = (STRONG, WEAK)
     rounds: int = 3
     steps: int = 20
-    extrapolate: tuple[int, ...] = ()
-    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         for flag, value, least in (("rounds", self.rounds, 1), ("steps", self.steps, WINDOWS)):
@@ -488,19 +483,14 @@ class _ExistingRun(NamedTuple):
     records: list[dict[str, Any]]
 
 
-def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int) -> Existing:
+def existing(paths: Sequence[Path]) -> Existing:
     """Read the runs in these folders.
 
     Each is of one size; several of one size are its rounds.
 
-    Args:
-        per_node: ranks on a node; 0: all on one.
-
     Raises:
         ConfigError: no run's folder, one without records, or runs that differ in more than the ranks.
     """
-    if per_node < 0:
-        raise ConfigError(f"--ranks-per-node is {per_node}: it must be at least 1; 0: all on one node")
     runs = sorted((_read_run(path) for path in paths), key=lambda run: run.setting)
     sizes = tuple(sorted({run.setting.ranks for run in runs}))
     if len(sizes) < 2:
@@ -523,8 +513,6 @@ def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int)
         modes=(_mode(runs),),
         rounds=max(sum(run.setting == setting for run in runs) for setting in {run.setting for run in runs}),
         steps=WINDOWS * (log_freq if isinstance(log_freq, int) else 1),
-        extrapolate=extrapolate,
-        ranks_per_node=per_node,
     )
     counts: dict[Setting, int] = {}
     samples = []

@@ -2,7 +2,7 @@
 
 journal = Journal(Options.read())
 journal.record["loss"].append(...); journal.sums({"grad": [("layers.0.weight", tensor, WHOLE)]})
-journal.ended()      # writes the step's record, now or with the next few, and starts the next one
+journal.ended()      # writes the step's record, and starts the next one
 
 PassRecorder and Updates fill the record. An error in the recorder is printed once; it ends the recording, never the
 script.
@@ -25,7 +25,7 @@ from typing import Any, ParamSpec
 import torch
 
 from lockstep.trace.record.names import Entry
-from lockstep.trace.record.pooled import SLOTS, PendingTensors, Pool, Slots
+from lockstep.trace.record.pending import PendingTensors
 from lockstep.trace.record.sums import WIDTH, SumPlan, plain
 
 __all__ = [
@@ -169,8 +169,6 @@ _LAYOUTS = 32
 _FIRST = 3
 # Steps from one full record to the next after that.
 _EVERY = 10
-# Seconds that a step's record may wait for later ones.
-_DELAY = 0.02
 
 P = ParamSpec("P")
 
@@ -240,12 +238,10 @@ class _Layout:
     Attributes:
         tables: kind -> number of the table with its names.
         plans: for each device, the indices of its tensors and the plan that sums them.
-        slots: memory in which small tensors wait instead; None for others.
     """
 
     tables: dict[str, int]
     plans: list[tuple[list[int], SumPlan]]
-    slots: Slots | None
 
 
 class Journal:
@@ -267,13 +263,7 @@ class Journal:
         self.step = 0
         self.record = _empty_record()
         self.reading = PendingTensors()
-        self.pool = Pool(self.reading.put)
-        # Records that are not written yet.
-        self._ready: list[dict[str, Any]] = []
-        self._due = 0.0
         self._rank = -1
-        # The weights after the previous step, if small.
-        self._last_weights: tuple[Slots, list[Any]] | None = None
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -291,14 +281,11 @@ class Journal:
         """Return the number of the next event within the step."""
         ticks: int = self.record["ticks"] + 1
         self.record["ticks"] = ticks
-        if self._ready and time.monotonic() > self._due:
-            self._flush()
         return ticks
 
     def sums(self, kinds: Mapping[str, list[Entry]]) -> None:
         """Record [table number, sums] for each kind of named tensors, all summed at once."""
         entries = [entry for section_entries in kinds.values() for entry in section_entries]
-        locals_ = [local for _, local, _ in entries]
         key = (
             *((section, len(section_entries)) for section, section_entries in kinds.items()),
             *[(name, at, local.shape, local.dtype, local.device, local.layout) for name, local, at in entries],
@@ -306,8 +293,6 @@ class Journal:
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
-                # Queued steps use the memory of cached layouts, so they are computed first.
-                self.pool.finish()
                 self._layouts.clear()
             layout = self._layouts[key] = self._layout(kinds, entries)
         targets = []
@@ -318,11 +303,6 @@ class Journal:
             end = end + len(section_entries)
             if section_entries:
                 targets.append((target, begin, end))
-        if layout.slots is not None:
-            self.pool.sums(layout.slots, locals_, targets)
-            if next(iter(kinds)) == "weights":
-                self._last_weights = layout.slots, _identify(kinds["weights"])
-            return
         plains = [plain(local, at) for _, local, at in entries]
         if len(layout.plans) == 1:
             rows = layout.plans[0][1].run(plains)
@@ -335,26 +315,17 @@ class Journal:
         for target, begin, end in targets:
             self.reading.put(target, 1, rows[begin:end])
 
-    def as_left(self, entries: list[Entry]) -> bool:
-        """Whether these weights are bitwise equal to those after the previous step."""
-        if self._last_weights is None:
-            return False
-        slots, identity = self._last_weights
-        return identity == _identify(entries) and slots.unmoved([local for _, local, _ in entries])
-
     def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
         plains = [plain(local, at) for _, local, at in entries]
         places = [at for _, _, at in entries]
         tables = {
             section: self._table(section_entries) for section, section_entries in kinds.items() if section_entries
         }
-        if entries and Slots.suit([local for _, local, _ in entries], places):
-            return _Layout(tables, [], Slots(plains, places))
         plans = []
         for device in dict.fromkeys(tensor.device for tensor in plains):
             indices = [index for index, tensor in enumerate(plains) if tensor.device == device]
             plans.append((indices, SumPlan([plains[index] for index in indices], [places[index] for index in indices])))
-        return _Layout(tables, plans, None)
+        return _Layout(tables, plans)
 
     def names(self, kind: str, entries: list[Entry]) -> None:
         """Record the names of tensors; nothing if there are none."""
@@ -377,30 +348,16 @@ class Journal:
         return number
 
     def ended(self) -> None:
-        """Queue the step's record if it is in range, and start the next step."""
-        if "weights" not in self.record:
-            self._last_weights = None
+        """Write the step's record if it is in range, and start the next step."""
         if self.within():
             self.fresh = False
             # A process group may be made after the first steps, so the rank is read again now and then.
             if self._rank < 0 or self.thorough:
                 self._rank = _place()[0]
-            self._ready.append({"t": "step", "k": self.step, **self.record, "rank": self._rank})
-            current_time = time.monotonic()
-            if len(self._ready) >= SLOTS or current_time > self._due or self.step < _FIRST or self.reading.waits:
-                self._flush()
+            self.reading.finish()
+            self._put({"t": "step", "k": self.step, **self.record, "rank": self._rank})
         self.step += 1
         self.forget()
-
-    def _flush(self) -> None:
-        """Write the queued records."""
-        ready = self._ready
-        self._ready = []
-        self.pool.finish()
-        self.reading.finish()
-        for record in ready:
-            self._put(record)
-        self._due = time.monotonic() + _DELAY
 
     def forget(self) -> None:
         """Discard the current record."""
@@ -408,9 +365,9 @@ class Journal:
 
     def close(self) -> None:
         """Write the record after the last step, when the process ends."""
-        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": _place()[0], "error": _error()})
         if self._writer is not None or self.record["fwd"]:
-            self._flush()
+            self.reading.finish()
+            self._put({"t": "end", "k": self.step, **self.record, "rank": _place()[0], "error": _error()})
         self.on = False
 
     def fail(self, error: Exception) -> None:
@@ -422,13 +379,9 @@ class Journal:
             print(f"lockstep trace: recording ended in step {self.step + 1}: {message}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
             raise error
-        # Writes the steps that ended before.
-        with contextlib.suppress(Exception):
-            self._flush()
         # Releases the tensors.
         self.forget()
         self.reading = PendingTensors()
-        self.pool = Pool(self.reading.put)
         if self._writer is not None:
             # A disk may be full.
             with contextlib.suppress(OSError):
@@ -441,10 +394,6 @@ class Journal:
             self._writer = Writer(self.options.folder, free // max(1, _place()[1]), _header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
-
-
-def _identify(entries: list[Entry]) -> list[Any]:
-    return [(name, at, local.shape, local.device) for name, local, at in entries]
 
 
 def _error() -> str:

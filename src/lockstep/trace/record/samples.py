@@ -1,7 +1,7 @@
 """Digest batches sample by sample, and the model's outputs.
 
 batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, batch.leaves
-digests = digested([batch])                             # digests.samples int64 [1, size], digests.leaves, ...
+digests = digested(batch)                               # digests.samples int64 [size], digests.leaves, ...
 
 A batch is split along the first dimension, of the size that most of its tensors share. Padding does not change a
 digest: zeros and -100 add nothing, and with an `attention_mask` only unmasked elements count, by their position among
@@ -77,13 +77,13 @@ class Batch:
 
 @dataclass
 class SampleDigests:
-    """Digests of batches with the same leaves, on the batches' device, so nothing waits.
+    """Digests of a batch, on its device, so nothing waits.
 
     Attributes:
-        samples: int64 [batches, size], or [batches, 1] of whole batches if they cannot be split.
-        leaves: int64 [batches, tensors], the sum of each tensor's digests over the samples, over all positions.
-        counts: int64 [batches, integer tensors, 2]: elements that are not -100 (of a mask: not 0), and those after each
-            sample's first.
+        samples: int64 [size], or [1] of the whole batch if it cannot be split.
+        leaves: int64 [tensors], the sum of each tensor's digests over the samples, over all positions.
+        counts: int64 [integer tensors, 2]: elements that are not -100 (of a mask: not 0), and those after each sample's
+            first.
     """
 
     samples: Tensor | None = None
@@ -110,36 +110,27 @@ def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield path, data
 
 
-def digested(batches: Sequence[Batch]) -> SampleDigests:
-    """Digest batches whose leaves have equal shapes.
-
-    Args:
-        batches: a single one if it has lists among its leaves, or no leaves.
-    """
-    example = batches[0]
-    times = len(batches)
-    merged = [
-        example.leaves[number][1] if times == 1 else torch.cat([batch.leaves[number][1] for batch in batches])
-        for number in range(len(example.leaves))
-    ]
-    mask = merged[example.mask] if example.mask >= 0 else None
-    labeled = _labeled_positions(merged)
+def digested(batch: Batch) -> SampleDigests:
+    """Digest a batch sample by sample."""
+    values = [value for _, value in batch.leaves]
+    mask = values[batch.mask] if batch.mask >= 0 else None
+    labeled = _labeled_positions(values)
     total: Tensor | None = None
     sums: list[Tensor] = []
     counts: list[Tensor] = []
-    for number, value in enumerate(merged, 1):
+    for number, value in enumerate(values, 1):
         if isinstance(value, Tensor):
             rows = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
             counted = None
-            if _is_integer(value) or number - 1 == example.mask:
-                counted = rows != (0 if number - 1 == example.mask else _IGNORED)
-                columns = counted.reshape(times, example.size, counted.shape[1]).sum(1)
-                counts.append(torch.stack([columns.sum(1), columns[:, 1:].sum(1)], dim=1))
+            if _is_integer(value) or number - 1 == batch.mask:
+                counted = rows != (0 if number - 1 == batch.mask else _IGNORED)
+                columns = counted.sum(0)
+                counts.append(torch.stack([columns.sum(), columns[1:].sum()]))
             words = _words(rows, counted)
             masked = mask is not None and value.shape == mask.shape and not value.is_floating_point()
             mask_of = mask if masked else None
             digests = _digest_words(words, mask_of, value.ndim > 2)
-            sums.append(digests.view(times, example.size).sum(1))
+            sums.append(digests.sum())
             places = labeled.get(value.shape[1]) if _is_sequence(value) else None
             if places is not None:
                 position_mask = places.to(words.device).repeat_interleave(words.shape[1] // places.shape[1], dim=1)
@@ -151,13 +142,9 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
             total = digests * (2 * number + 1)
         else:
             total = total + digests.to(total.device) * (2 * number + 1)
-    if total is None and example.others:
-        total = torch.tensor([_digest_value(value) for value in example.others]).sum(0, keepdim=True)
-    return SampleDigests(
-        None if total is None else mixed(total).view(times, example.size if merged else 1),
-        _stack(sums),
-        _stack(counts),
-    )
+    if total is None and batch.others:
+        total = torch.tensor([_digest_value(value) for value in batch.others]).sum(0, keepdim=True)
+    return SampleDigests(None if total is None else mixed(total), _stack(sums), _stack(counts))
 
 
 def _is_sequence(value: Tensor) -> bool:
@@ -186,7 +173,7 @@ def _labeled_positions(values: Sequence[Any]) -> dict[int, Tensor]:
 
 def _stack(parts: list[Tensor]) -> Tensor | None:
     if parts:
-        return torch.stack([tensor.to(parts[0].device) for tensor in parts], dim=1)
+        return torch.stack([tensor.to(parts[0].device) for tensor in parts])
     return None
 
 

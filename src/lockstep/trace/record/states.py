@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from lockstep.trace.record.journal import Journal, quiet
 from lockstep.trace.record.names import WHOLE, Entry, Names, is_wrapper, piece
-from lockstep.trace.record.pooled import put_digests
 from lockstep.trace.record.samples import Batch, digested, lengths, outcomes, outputs, trained_output
 from lockstep.trace.record.sums import summed
 
@@ -170,8 +169,14 @@ class PassRecorder:
             record["cn"] = batch.names
         if batch.width:
             record["p"] = batch.width
-        if not self.journal.pool.batch(record, batch):
-            put_digests(self.journal.reading.put, record, digested([batch]))
+        digests = digested(batch)
+        for name, tensor, form in (
+            ("s", digests.samples, "bytes"),
+            ("leaf", digests.leaves, "bytes"),
+            ("c", digests.counts, "numbers"),
+        ):
+            if tensor is not None:
+                self.journal.reading.put(record, name, tensor, form)
 
     @quiet
     def entering(self, module: nn.Module, grad: bool) -> None:
@@ -256,8 +261,7 @@ class PassRecorder:
         rows = outputs(output, batch.size)
         if rows:
             record["w"] = sum(row.shape[1] for row in rows)
-            if not self.journal.pool.output(record, rows):
-                self.journal.reading.put(record, "out", outcomes(rows))
+            self.journal.reading.put(record, "out", outcomes(rows))
         if record["train"]:
             generators = self._names.generators(module, self.journal.thorough)
             record["rng"].append(state_digests(generators))
@@ -387,10 +391,7 @@ class Updates:
             kinds |= self._initial(trained.entries)
             kinds["initial state"] = self._state(optimizer, trained)
         if self._whole(trained):
-            if journal.as_left(trained.entries):
-                journal.record["begin"] = "weights"
-            else:
-                kinds["begin"] = trained.entries
+            kinds["begin"] = trained.entries
         kinds["grad"] = gradients = []
         for (name, _, at), parameter in zip(trained.entries, trained.parameters, strict=True):
             gradient = parameter.grad

@@ -8,7 +8,7 @@ differences of two sketches estimates the squared distance of two tensors that a
 less than four bytes are converted to float32, integers to float64. Zeros add nothing. Nothing waits for the device.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -163,19 +163,17 @@ class SumPlan:
     Args:
         plains: the pieces, from `plain`; `run` takes others of the same sizes.
         places: their places.
-        pooled: the pieces are copied into `rooms`, and summed by `pooled`.
     """
 
-    def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces], pooled: bool = False) -> None:
+    def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces]) -> None:
         device = plains[0].device
         self._count = len(plains)
         self._device = device
-        self._shapes = [tensor.shape for tensor in plains]
         self._sizes = [tensor.numel() for tensor in plains]
         layouts = []
         for tensor, position in zip(plains, places, strict=True):
             layouts.append((tensor.numel(), _place_of_rows(position), tensor.dtype == torch.float64))
-        self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
+        self._packs = _packs(layouts, _ROWS.get(device.type, _DEVICE_ROWS))
         kinds = []
         for wide in (False, True):
             kinds.append((wide, [pack for pack in self._packs if pack.wide is wide]))
@@ -192,80 +190,32 @@ class SumPlan:
         """Return a row for each piece. int64 [n, WIDTH]; floats by their bits."""
         for piece in self._cut:
             plains[piece] = plains[piece].reshape(-1)
-        return self._sum([(self._rows(pack, plains) for pack in side.packs) for side in self._sides], 1)
-
-    @property
-    def rows(self) -> int:
-        return sum(pack.rows for pack in self._packs)
-
-    def rooms(self, times: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Allocate memory for `times` copies of the pieces.
-
-        Returns:
-            The rows of each pack, [times * rows, _BLOCK], and for each copy the pieces as views in their shapes.
-        """
-        rooms = [
-            torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
-        ]
-        # Pieces without elements have no row, and keep these placeholders.
-        views = []
-        for _ in range(times):
-            views.append([torch.empty(shape) for shape in self._shapes])
-        for pack, room in zip(self._packs, rooms, strict=True):
-            for time, rows in enumerate(torch.split(room, pack.rows)):
-                flat = rows.view(-1)
-                at = 0
-                for piece, begin, end in pack.parts:
-                    if piece >= 0:
-                        views[time][piece] = flat[at : at + end - begin].view(self._shapes[piece])
-                    at += end - begin
-        return rooms, views
-
-    def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
-        """Sum the first `times` copies in the rooms, as `run` does.
-
-        Returns:
-            int64 [times * n, WIDTH].
-        """
-        used = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
-        # A pooled plan has one pack for each dtype.
-        return self._sum([torch.split(rows, _ROWS["cpu"]) for rows in used], times)
-
-    def _sum(self, rows: Sequence[Iterable[Tensor]], times: int) -> Tensor:
-        """Sum each piece.
-
-        Args:
-            rows: for each side the rows of all `times` in order, in chunks.
-        """
-        total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
-        for side, chunks in zip(self._sides, rows, strict=True):
-            self._add(total, side, chunks, times)
+        total = torch.zeros(self._count, WIDTH, dtype=torch.int64, device=self._device)
+        for side in self._sides:
+            self._add(total, side, plains)
         # A digest has 32 bits.
         total[:, 0].bitwise_and_(0xFFFFFFFF)
         return total
 
-    def _add(self, total: Tensor, side: _FloatPacks, chunks: Iterable[Tensor], times: int) -> None:
+    def _add(self, total: Tensor, side: _FloatPacks, plains: Sequence[Tensor]) -> None:
         """Add the hashes, squares and signed sums of a side's rows to their pieces."""
-        count = times * len(side.owners)
+        count = len(side.owners)
         dtype = _KINDS[side.wide]
         hashes = _scratch("hashes", count, 1, torch.int32, self._device).view(-1)
         lengths = _scratch("lengths", count, 1, dtype, self._device).view(-1)
         sketches = _scratch("sketches", count, SKETCH, dtype, self._device).view(SKETCH, count)
         end = 0
-        for rows in chunks:
+        for pack in side.packs:
+            rows = self._rows(pack, plains)
             begin = end
             end = end + rows.shape[0]
             self._hash(rows, side.wide, hashes[begin:end])
             torch.linalg.vector_norm(rows, dim=1, out=lengths[begin:end])
             _sketch(rows, self._tables[side.wide][1], sketches[:, begin:end])
-        owners = side.owners
-        if times > 1:
-            owners = (torch.arange(times, device=self._device).unsqueeze(1) * self._count + owners).view(-1)
         numbers = total.view(torch.float64)
-        total[:, 0].index_add_(0, owners, (hashes.view(times, -1) * side.odd).long().view(-1))
-        numbers[:, 1].index_add_(0, owners, lengths.double().square_())
-        signed = (sketches.view(SKETCH, times, -1) * side.signs.unsqueeze(1)).view(SKETCH, count)
-        numbers[:, 2:].index_add_(0, owners, signed.t().double())
+        total[:, 0].index_add_(0, side.owners, (hashes * side.odd).long())
+        numbers[:, 1].index_add_(0, side.owners, lengths.double().square_())
+        numbers[:, 2:].index_add_(0, side.owners, (sketches * side.signs).t().double())
 
     def _hash(self, rows: Tensor, wide: bool, out: Tensor) -> None:
         words = rows.view(torch.int32)
