@@ -170,28 +170,6 @@ def borrowed(site, requirements):
                 (site / top).symlink_to(distribution.locate_file(top))
 
 
-BUILD = """
-import importlib.util, pathlib, sys
-sys.modules |= dict.fromkeys(sys.argv[3:])  # None: cannot be imported
-spec = importlib.util.spec_from_file_location("setup", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.write(pathlib.Path(sys.argv[2]))
-"""
-
-
-def test_the_build_needs_only_what_it_requires(tmp_path):
-    """The completion files are written without any dependency: pip builds in an environment that has none."""
-    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
-    modules = {distribution: module for module, distribution in NAMED.items()}
-    absent = [modules.get(name, name).replace("-", "_") for name in imported() if name not in names(built)]
-    assert "torch" in absent
-    assert "numpy" in absent
-    go([sys.executable, "-c", BUILD, ROOT / "setup.py", tmp_path, *absent])
-    assert (tmp_path / "lockstep.bash").read_text().endswith("-F _lockstep lockstep\n")
-    assert "launch" in (tmp_path / "_lockstep").read_text()
-
-
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 QUIET = ["--quiet", "--no-deps", "--no-index"]
 SDIST = "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])"
@@ -205,7 +183,7 @@ def built(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "completions")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
     for name in ("src", "packages/lint"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
@@ -246,7 +224,7 @@ def go(command, code=0, cwd=None):
 @pytest.mark.slow
 def test_each_distribution_holds_what_it_needs_and_nothing_else(built):
     pages = {f"lockstep/templates/{name}" for name in ("task.py", "config.toml", "test_task.py")}
-    pages |= {"lockstep/report/page.html", "lockstep/completions/lockstep.bash", "lockstep/completions/_lockstep"}
+    pages |= {"lockstep/report/page.html"}
     for package, wanted in (("torch_lockstep", pages | {"lockstep/py.typed"}), ("lockstep_lint", set())):
         (wheel,), (source,) = built.glob(f"{package}-*.whl"), built.glob(f"{package}-*.tar.gz")
         info = wheel.name.rpartition("-py3")[0] + ".dist-info"
@@ -271,7 +249,6 @@ def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_pat
     done = go([empty / "python", "-c", code, *absent], cwd=tmp_path)
     assert done.stdout.splitlines()[0].startswith(str(empty.parent / "lib"))
     assert done.stdout.splitlines()[1] == "[]"
-    assert go([empty / "lockstep", "completion", "bash"], cwd=tmp_path).stdout.endswith("-F _lockstep lockstep\n")
 
 
 @pytest.mark.slow
@@ -288,6 +265,7 @@ def test_an_extra_that_is_missing_is_named(empty, tmp_path):
     settings = "--dataset-name code.txt --data.vocab-size 300 --seq-len 32 --batch-size 8 --device cpu"
     for flags, way_out in (
         (["lint", "train.py"], "install packages/lint"),
+        (["completion", "bash"], "install the extra completion"),
         (["train", "--model-name", "a/model", "--dataset-name", "code.txt", "--device", "cpu"], "the extra hf of"),
         (["train", *settings.split(), "--wandb"], "the extra wandb of torch-lockstep"),
     ):

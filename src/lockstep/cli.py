@@ -3,15 +3,17 @@
 Importing this loads no torch, so `lockstep --help` answers at once.
 """
 
+import argparse
 import atexit
 import difflib
 import gc
 import importlib
 import sys
+from typing import Any
 
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import end_with_launcher
-from lockstep.errors import RESERVED_CODES, LockstepError, UsageError
+from lockstep.errors import RESERVED_CODES, ConfigError, LockstepError, UsageError
 
 __all__ = ["main"]
 
@@ -71,7 +73,7 @@ COMMANDS = {
         "doctor_command",
         "check the machine, network, devices and task",
     ),
-    "completion": ("lockstep.commands.setup", "completion_command", "print the completion script of bash or zsh"),
+    "completion": ("lockstep.cli", "completion_command", "print the completion script of bash or zsh"),
     "lint": (
         "lockstep.commands.setup",
         "lint_command",
@@ -150,3 +152,50 @@ def dispatch(argv: list[str]) -> int:
 def usage() -> str:
     """Return the text of `lockstep --help`."""
     return USAGE.format(commands="\n".join(f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()))
+
+
+def completion_command(argv: list[str]) -> int:
+    """Print what shtab makes of the commands' flags: `lockstep completion bash`.
+
+    Raises:
+        ConfigError: an unknown shell, or shtab is missing.
+    """
+    parser = importlib.import_module("lockstep.config.cli").Parser(prog="lockstep completion")
+    parser.add_argument("shell", choices=["bash", "zsh"], help="for eval in bash; for a file of $fpath in zsh")
+    try:
+        shell = parser.read(argv).shell
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    try:
+        shtab = importlib.import_module("shtab")
+    except ImportError as error:
+        raise ConfigError("completion needs shtab: install the extra completion of torch-lockstep") from error
+    root = argparse.ArgumentParser(prog="lockstep")
+    commands = root.add_subparsers(parser_class=argparse.ArgumentParser)
+    for name, (_, _, text) in COMMANDS.items():
+        flags = _parser_of(name)
+        _add_values(flags, shtab.FILE)
+        commands.add_parser(name, help=text, parents=[flags], add_help=False)
+    print(shtab.complete(root, shell), end="")
+    return 0
+
+
+def _parser_of(command: str) -> Any:
+    """Return the parser of a command, or one without flags: the linter may not be installed."""
+    # Imported late: it takes longer than all else that `lockstep --help` needs.
+    points = importlib.import_module("importlib.metadata").entry_points(group="lockstep.commands", name=command)
+    home = importlib.import_module([*(point.module for point in points), COMMANDS[command][0]][0])
+    makers = [getattr(home, name, None) for name in (f"_{command}_parser", "_parser", "parser")]
+    return next(filter(None, makers), argparse.ArgumentParser)()
+
+
+def _add_values(parser: Any, file: Any) -> None:
+    """Tell shtab what follows each flag: the choices of an option, else a file or a folder."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):  # sub-commands
+            for inner in action.choices.values():
+                _add_values(inner, file)
+        elif "|" in (action.metavar or ""):
+            action.choices = action.metavar.split("|")
+        elif not action.choices and action.nargs != 0:
+            action.complete = file

@@ -281,7 +281,7 @@ PARTS = "--micro-batch-size, which cuts --batch-size, the samples of a step over
         ("--limit-val-batches", ": here it is --limit-eval-batches"),
         ("--per-device-eval-batch-size", ": here it is --eval-micro-batch-size"),
         ("--ema-decay", ": here it is --optim.ema"),
-        ("--auto-lr-find", ": `lockstep train --find-lr` tries rates and suggests one for --lr"),
+        ("--auto-lr-find", ": examples/find_lr.py tries rates and suggests one for --lr"),
         ("--lora-r", ": here it is --lora.rank"),
         ("--target-modules", ": here it is --lora.targets"),
         ("--overwrite-output-dir", ": a run is never overwritten; use another --experiment-name"),

@@ -10,7 +10,6 @@ from toys import Ragged, taken
 
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.logging.jsonl import read
-from lockstep.training.tuning import find_lr
 
 
 def rates(folder):
@@ -63,7 +62,6 @@ def test_the_length_of_the_plan_that_a_deepspeed_file_names_is_the_one_before(tm
     assert go(tmp_path, **settings) == list(range(6))
     assert go(tmp_path, extend_to=9, stop_at=8, **settings) == [6, 7]
     assert go(tmp_path, **settings) == [8]
-    assert find_lr(config(tmp_path, **settings), Ragged()).rates
     with refuses(ConfigError, "total_num_steps 6", "--max-steps 6", 7):
         go(tmp_path / "other", **{**settings, "max_steps": 7})
 

@@ -369,9 +369,9 @@ class Asked(Ragged):
         return 1.0
 
 
-def test_a_plan_of_so_many_steps_is_taken_whole_and_its_own_schedule_is_asked_for_them_alone(tmp_path):
+def test_its_own_schedule_is_asked_for_the_steps_of_the_plan_alone(tmp_path):
     task = Asked()
-    built = build(config(tmp_path, stop_at=2), task, World(), resume=False, steps=5)
+    built = build(config(tmp_path, max_steps=5), task, World(), resume=False)
     assert (built.start, built.last_step, built.run_plan.step_plan.steps) == (0, 5, 5)
     assert set(task.asked) == {(0, 5), (4, 5)}
     assert list(tmp_path.iterdir()) == []

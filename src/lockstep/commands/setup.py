@@ -1,4 +1,4 @@
-"""Run `lockstep completion`, `lockstep init` and `lockstep lint`."""
+"""Run `lockstep init` and `lockstep lint`."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -8,39 +8,9 @@ from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError, UsageError
 
 __all__ = [
-    "completion_command",
     "init_command",
     "lint_command",
 ]
-
-
-_FOLDER = Path(__file__).parents[1] / "completions"
-_SHELL_FILES = {"bash": "lockstep.bash", "zsh": "_lockstep"}
-
-
-def completion_command(argv: list[str]) -> int:
-    """Run `lockstep completion` and return its exit code.
-
-    Raises:
-        ConfigError: an unknown shell, or a checkout that was never installed and has no such file.
-    """
-    try:
-        args = _completion_parser().read(argv)
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
-    path = _FOLDER / _SHELL_FILES[args.shell]
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: it is generated at installation; install lockstep again by pip")
-    print(path.read_text(encoding="utf-8"), end="")
-    return 0
-
-
-def _completion_parser() -> Parser:
-    parser = Parser(prog="lockstep completion", description="Print the completion script of a shell.")
-    parser.add_argument(
-        "shell", choices=list(_SHELL_FILES), help='bash: eval "$(lockstep completion bash)"; zsh: in $fpath'
-    )
-    return parser
 
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"

@@ -48,9 +48,6 @@ def command(argv: list[str]) -> int:
     if args["show_groups"]:
         importlib.import_module("lockstep.training.summary").show_groups(config)
         return 0
-    if args["find_lr"]:
-        importlib.import_module("lockstep.training.tuning").print_rates(config)
-        return 0
     if args["find_micro_batch"]:
         importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
@@ -89,11 +86,6 @@ def _parser(argv: Sequence[str] = ()) -> Parser:
     add = parser.add_argument
     add("--show-groups", action="store_true", help="print the optimizer's parameter groups and exit")
     add(
-        "--find-lr",
-        action="store_true",
-        help="try 100 learning rates, print the loss curve and a suggested rate, and exit",
-    )
-    add(
         "--find-micro-batch",
         action="store_true",
         help="find the largest micro-batch that fits on the CUDA device, and exit",
@@ -102,7 +94,7 @@ def _parser(argv: Sequence[str] = ()) -> Parser:
 
 
 def _check_alone(args: Mapping[str, Any]) -> None:
-    for name in ("show_groups", "find_lr", "find_micro_batch"):
+    for name in ("show_groups", "find_micro_batch"):
         if args[name]:
             raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --hf-script; remove one")
 

@@ -102,8 +102,9 @@ FOREIGN: dict[str, str] = {
     "sched": "{optim.schedule}",
     "use_ema": "{optim.ema}, the decay",
     "ema_decay": "{optim.ema}",
-    "auto_lr_find": "`lockstep train --find-lr` tries rates and suggests one for {lr}",
-    "lr_find": "`lockstep train --find-lr` tries rates and suggests one for {lr}",
+    "find_lr": "examples/find_lr.py tries rates and suggests one for {lr}",
+    "auto_lr_find": "examples/find_lr.py tries rates and suggests one for {lr}",
+    "lr_find": "examples/find_lr.py tries rates and suggests one for {lr}",
     "scheduler": "{optim.schedule}",
     # adapters
     "use_lora": "{lora.rank}, above 0",

@@ -62,7 +62,6 @@ class GroupSettings:
     """The settings of an optimizer's groups: lockstep's writes, and other changes since its creation.
 
     Attributes:
-        overrules: a rate that somebody else set is no error, as where rates are only tried.
         change: called after a write with the groups, to set what the task wants in the step; None: nothing.
         rate: of the first group in the step of the last write.
     """
@@ -73,7 +72,6 @@ class GroupSettings:
         self._rows: list[_Row] = []
         self.change: ChangeGroups | None = None
         self.rate = 0.0
-        self.overrules = False
         self._take()
 
     @property
@@ -114,7 +112,7 @@ class GroupSettings:
         for number, (group, row) in enumerate(zip(groups, self._rows, strict=True)):
             if factor is not None:
                 # `is` first: comparing two tensors would wait for the device.
-                if group["lr"] is not row.rate and group["lr"] != row.rate and not self.overrules:
+                if group["lr"] is not row.rate and group["lr"] != row.rate:
                     raise _foreign_error(number, "lr", group["lr"], row.rate)
                 group["lr"] = row.rate = row.base * factor
                 row.written = True
@@ -123,8 +121,6 @@ class GroupSettings:
         if self.change is not None:
             self.change(groups)
             for group, row in zip(groups, self._rows, strict=True):
-                if self.overrules:
-                    group["lr"] = row.rate
                 row.rate = group["lr"]
                 if row.written_momentum is not None:
                     row.written_momentum = group[_momentum_name(group)]

@@ -1,50 +1,14 @@
-"""Draw curves: in characters for a terminal or a log, or as a picture.
+"""Draw curves in characters, for a terminal or a log.
 
     print("\\n".join(curve([(10, 5.1), (20, 3.9), (30, 3.2)])))
 
-The terminal curve needs no package, and has an ASCII form for terminals without Unicode. The picture of `find_lr` uses
-matplotlib.
+A curve needs no package, and has an ASCII form for terminals without Unicode.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from lockstep.errors import ConfigError
-
-__all__ = [
-    "curve",
-    "rates_picture",
-]
-
-
-def rates_picture(
-    path: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], lr: float | None
-) -> None:
-    """Plot losses by rate, on a logarithmic axis, with the chosen rate.
-
-    The suffix of the path decides the format.
-
-    Raises:
-        ConfigError: matplotlib is missing, or does not know the format.
-        OSError: the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plotting needs matplotlib: install the extra plot of torch-lockstep") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(rates[: len(smoothed)], losses[: len(smoothed)], ".", color="0.7", label="loss of each step")
-    axes.plot(rates[: len(smoothed)], smoothed, label="smoothed")
-    if lr is not None:
-        axes.axvline(lr, linestyle="--", color="0.4", label=f"steepest descent: {lr:.1e}")
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
-    axes.legend()
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}; name it .svg") from error
+__all__ = ["curve"]
 
 
 Point = tuple[float, float]
@@ -58,7 +22,6 @@ def curve(
     width: int = 78,
     height: int = 10,
     unicode: bool = True,
-    label: Callable[[float], str] = "{:g}".format,
 ) -> list[str]:
     """Draw points as lines of text: `height` of them, and two for the x axis.
 
@@ -68,7 +31,6 @@ def curve(
         points: (x, y), x rising.
         width: maximum characters of a line.
         unicode: draw with braille dots; otherwise with ASCII only.
-        label: formats an x value for the axis.
     """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if not finite:
@@ -88,8 +50,8 @@ def curve(
     lines = []
     for row, text in enumerate(rows):
         lines.append(f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip())
-    first_label = label(finite[0][0])
-    last_label = label(finite[-1][0])
+    first_label = f"{finite[0][0]:g}"
+    last_label = f"{finite[-1][0]:g}"
     gap = columns - len(first_label) - len(last_label)
     if len(finite) > 1 and gap > 0:
         axis = first_label + " " * gap + last_label

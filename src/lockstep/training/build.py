@@ -495,7 +495,6 @@ def build(
     user_objects: dict[str, Any] | None = None,
     *,
     resume: bool = True,
-    steps: int = 0,
     joining: bool = False,
     min_steps: int = 0,
 ) -> RunParts:
@@ -505,14 +504,13 @@ def build(
         user_task: a task, or an object that an adapter makes one of; None: the task that the configuration names.
         user_objects: the caller's own objects to store in checkpoints, by name.
         resume: look for a checkpoint to resume from; False: start a new run, whatever the folder holds.
-        steps: length of the plan; 0: the configuration's.
         joining: this process builds alone, to join a run in progress (see training/recovery.py).
         min_steps: minimum length of the plan; whole epochs are added to reach it.
 
     Raises:
         UsageError: the configuration cannot be run; the same on every rank.
     """
-    request = BuildRequest(resume, steps, joining, min_steps)
+    request = BuildRequest(resume, joining, min_steps)
     with world.together():  # collective
         return build_together(config, user_task, world, user_objects, request)
 
@@ -528,7 +526,6 @@ class BuildRequest(NamedTuple):
     """
 
     resume: bool = True
-    steps: int = 0
     joining: bool = False
     min_steps: int = 0
     cut: str = ""
@@ -566,7 +563,6 @@ def build_together(
     start = StartFacts(
         fast=all_devices_fast(requested, world, facts.fast),
         checkpoint=checkpoint_facts(state),
-        steps=request.steps,
         min_steps=request.min_steps,
         micro_batch=facts.micro_batch if resume else 0,
         ranks=world.size,
@@ -604,7 +600,7 @@ def build_together(
     run_plan = resolved.run_plan
     # Check that files, model, plan and checkpoint agree before an engine is made.
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
-    # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
+    # Compare max_steps as the user set it: an extended plan is not what the file contradicts.
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
     check_longer(settings, state, run_plan.step_plan.steps)

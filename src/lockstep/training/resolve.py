@@ -106,7 +106,6 @@ class StartFacts:
         fast: the devices of all ranks and the engine suit bf16 and compilation.
         max_micro_batch: samples of the largest micro-batch that fits the devices; 0: the default fits, or unknown.
         checkpoint: of the run to resume; None: a new run.
-        steps: length of the plan, in place of the configuration's; 0: the configuration's.
         min_steps: minimum length of the plan.
         micro_batch: the size that the run's folder records, with `--on-oom smaller`; 0: none.
         ranks: that share a step; a cut that nothing fixes has a micro-batch for each.
@@ -118,7 +117,6 @@ class StartFacts:
     fast: bool = False
     max_micro_batch: int = 0
     checkpoint: CheckpointFacts | None = None
-    steps: int = 0
     min_steps: int = 0
     micro_batch: int = 0
     ranks: int = 1
@@ -190,8 +188,6 @@ class Draft(NamedTuple):
 
 def draft_of(config: Config, facts: StartFacts) -> Draft:
     """Resolve precision, compile, known micro-batch size and plan length, which need no task."""
-    if facts.steps:
-        config = dataclasses.replace(config, max_steps=facts.steps, stop_at=0)
     stored = facts.checkpoint.plan if facts.checkpoint else {}
     if "batch_size" in stored and is_auto(config, "batch_size") and not config.batch_tokens:
         config = dataclasses.replace(config, batch_size=stored["batch_size"])

@@ -57,7 +57,7 @@ WAYS = {
     "StochasticWeightAveraging": "dataclasses.replace(config, optim=...) with an ema averages the weights",
     "WeightAveraging": "EMAWeightAveraging is served, and so is the config's optim.ema",
     "GradientAccumulationScheduler": "a step has one size: set accumulate_grad_batches",
-    "LearningRateFinder": "lockstep.find_lr(config, task) does it",
+    "LearningRateFinder": "examples/find_lr.py shows how to try rates",
     "BatchSizeFinder": "lockstep.find_micro_batch(config, task) does it",
     "SpikeDetection": "the config's guards.spike does it",
     "Timer": "send the run a signal, or let the queue do it: it saves and goes on later",
