@@ -2,6 +2,7 @@
 
     python bench/guards.py --audit 0.02 --ranks 2       # what --guards.audit costs alone
     python bench/guards.py --saves --ranks 2            # what the comparison before each save adds to a save
+    python bench/guards.py --saves --ranks 2 --tiny     # the same for a model of 1 layer and width 16
 
 Whole runs of `lockstep.train` in this process, guards as by default against guards that do next to nothing (comparisons
 of replicas, spikes and stragglers off; the watch and the finiteness of the gradient's norm cannot be turned off), in
@@ -58,9 +59,10 @@ class Rows(torch.utils.data.Dataset):
 
 class Task(lockstep.Task):
     items_per_sample = LENGTH
+    shape = {"layers": 4, "heads": 4, "width": 192}
 
     def model(self):
-        return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, layers=4, heads=4, width=192))
+        return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, **self.shape))
 
     def dataset(self, split):
         return Rows() if split == "train" else None
@@ -76,7 +78,11 @@ class Task(lockstep.Task):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
-def seconds(guards, steps, world=None, now=time.perf_counter, save_every=0):
+class Tiny(Task):
+    shape = {"layers": 1, "heads": 1, "width": 16}
+
+
+def seconds(guards, steps, world=None, now=time.perf_counter, save_every=0, task=Task):
     """Of each step after the fifth."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         folder = world.gather(folder)[0] if world else folder
@@ -85,7 +91,7 @@ def seconds(guards, steps, world=None, now=time.perf_counter, save_every=0):
             ckpt_freq=save_every, log_freq=100, optim=Optim(), guards=guards,
         )  # fmt: skip
         times = []
-        for step in lockstep.Run(config, Task(), world):
+        for step in lockstep.Run(config, task(), world):
             times.append(now())
             if step.record.step == steps:
                 break
@@ -129,25 +135,25 @@ def audit(share, ranks, steps, rounds, on_cpu):
     )
 
 
-def lost_to_saves(guards, steps, world, now):
+def lost_to_saves(guards, steps, world, now, task):
     """Return the seconds that a save costs the run, on this rank."""
-    times = seconds(guards, steps, world, now, SAVE_EVERY)
+    times = seconds(guards, steps, world, now, SAVE_EVERY, task)
     saves = steps // SAVE_EVERY
     return (sum(times) - len(times) * statistics.median(times)) / saves
 
 
-def both_saves(world, say, steps, rounds, on_cpu):
+def both_saves(world, say, steps, rounds, on_cpu, task):
     """Return a save's seconds without the comparison and the comparison's seconds, medians on this rank."""
     torch.set_num_threads(1)
     now = time.process_time if on_cpu else time.perf_counter
     state = {
         f"{kind}/{name}": tensor.clone()
         for kind in ("model", "exp_avg", "exp_avg_sq")
-        for name, tensor in Task().model().state_dict().items()
+        for name, tensor in task().model().state_dict().items()
     }
     alone, comparisons = [], []
     for _ in range(rounds):
-        alone.append(lost_to_saves(Guards(desync_freq=0), steps, world, now))
+        alone.append(lost_to_saves(Guards(desync_freq=0), steps, world, now, task))
         say()
         for _ in range(20):
             world.barrier()  # so that no wait for the other rank is counted
@@ -157,8 +163,8 @@ def both_saves(world, say, steps, rounds, on_cpu):
     return statistics.median(alone), statistics.median(comparisons), statistics.stdev(alone)
 
 
-def saves(ranks, steps, rounds, on_cpu):
-    alone, comparison, deviation = start(both_saves, ranks, (steps, rounds, on_cpu), patience=600.0)[0]
+def saves(ranks, steps, rounds, on_cpu, task):
+    alone, comparison, deviation = start(both_saves, ranks, (steps, rounds, on_cpu, task), patience=600.0)[0]
     print(
         f"a save on {ranks} ranks: {1e3 * alone:.1f} ms ({1e3 * deviation:.1f}), the comparison before it "
         f"{1e3 * comparison:.2f} ms: ratio {1 + comparison / alone:.3f} (goal 1.05)"
@@ -180,9 +186,10 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--saves", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     if given.saves:
-        saves(given.ranks, given.steps, given.rounds, given.cpu)
+        saves(given.ranks, given.steps, given.rounds, given.cpu, Tiny if given.tiny else Task)
         return
     if given.audit:
         audit(given.audit, given.ranks, given.steps, given.rounds, given.cpu)

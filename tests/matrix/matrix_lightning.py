@@ -198,7 +198,11 @@ def manual_rounding(model, fault, left_out, precision, steps):
     case = model, fault, left_out, precision, steps
     one = manual_oracle(*case).state
     others = [manual_oracle(*case, begin).state for begin in (3, 5, 7)]
-    return {name: max(float((each[name] - tensor).abs().max()) for each in others) for name, tensor in one.items()}
+    distances = dict.fromkeys(one, 0.0)
+    for name, tensor in one.items():
+        if tensor.numel():
+            distances[name] = max(float((each[name] - tensor).abs().max()) for each in others)
+    return distances
 
 
 def _divided(parameters, begin):

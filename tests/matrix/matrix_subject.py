@@ -201,7 +201,7 @@ class Tied(nn.Module):
 class Rotary(Mlp):
     """Complex buffers turn pairs of features by the token's angle: a table, and one that is kept in checkpoints.
 
-    A 0-dim parameter scales the outputs.
+    A 0-dim parameter scales the outputs. Another parameter is empty.
     """
 
     def __init__(self):
@@ -210,11 +210,12 @@ class Rotary(Mlp):
         self.register_buffer("table", torch.polar(torch.ones_like(angles), angles), persistent=False)
         self.register_buffer("phase", torch.polar(torch.ones(_WIDTH // 2), torch.linspace(0.1, 1.0, _WIDTH // 2)))
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.none = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x, token):
         pairs = torch.view_as_complex(self.first(x).float().view(-1, _WIDTH // 2, 2))
         hidden = torch.tanh(torch.view_as_real(pairs * self.table[token] * self.phase).flatten(1))
-        return self.scale * self.last(hidden)
+        return self.scale * self.last(hidden) + self.none.sum()
 
 
 HIDDEN = {"tied": "middle.weight"} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "first.weight")

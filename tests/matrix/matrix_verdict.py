@@ -267,6 +267,8 @@ def _silent(case: Case, folder: Path) -> list[str]:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not other.numel():
+        return 0.0
     wide = torch.complex128 if other.is_complex() else torch.float64
     return float((one.to(wide) - other.to(wide)).abs().max())
 

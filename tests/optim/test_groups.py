@@ -21,7 +21,7 @@ from lockstep.engines.blocks import repeated_layers
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import GroupRule, Rules, freeze, groups, parse
 from lockstep.optim.optimizers import adam, make_optimizer
-from lockstep.training.build import show_groups
+from lockstep.training.summary import show_groups
 
 
 class Deep(nn.Module):

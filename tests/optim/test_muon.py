@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW
 from lockstep.optim.optimizers import make_optimizer, muon, rules_of
-from lockstep.training.build import group_rows
+from lockstep.training.summary import group_rows
 from lockstep.training.defaults import describe_optimizer
 from lockstep.training.resolve import Facts, resolve
 

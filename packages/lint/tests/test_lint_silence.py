@@ -1,4 +1,4 @@
-"""What silences findings: comments, pyproject.toml and flags; and reports of idle comments."""
+"""Comments, pyproject.toml and flags silence findings, and comments that silence nothing are reported."""
 
 import pytest
 

@@ -34,7 +34,7 @@ _NEXT_EPOCH_SAMPLES = 4
 # Samples at the position of a checkpoint.
 _PLACE_SAMPLES = 4
 # Most samples before it, in a part that cannot seek.
-_READ_PAST = 10_000
+_READ_PAST = 1_000
 
 
 def try_source(

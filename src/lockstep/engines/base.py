@@ -5,9 +5,10 @@ loop or files. Shared by the engines: `ScaledBackward` (a backward of a scaled l
 that is added once a step) and `set_extra`.
 """
 
+import importlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
@@ -256,6 +257,16 @@ def _backward_is_replaced() -> bool:
     return any(getattr(call, "__globals__", {}).get("__name__") != module for call, module in public)
 
 
+def _replicating(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Let shards meet tensors that every rank holds, such as a penalty's first weights: torch refuses to mix them."""
+    if not any(is_dtensor(parameter) for parameter in parameters):
+        return NOTHING
+    # Imported late: it takes long, and most runs have no shards.
+    tensors = importlib.import_module("torch.distributed.tensor.experimental")
+    context: AbstractContextManager[None] = tensors.implicit_replication()
+    return context
+
+
 @final
 class Penalty:
     """A term of the loss that depends on the parameters alone, added once a step.
@@ -288,15 +299,15 @@ class Penalty:
             DataError: the penalty failed, is not a 0-dim tensor that depends on the parameters, or is not finite the
                 first time.
         """
-        with torch.enable_grad():
-            value = self._value()
-        if value is None:
-            return None
         parameters = [p for p in self._model.parameters() if p.requires_grad]
-        root = self._roots(value, scale)
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(value, parameters, root, allow_unused=True), strict=True
-        ):
+        with _replicating(parameters):
+            with torch.enable_grad():
+                value = self._value()
+            if value is None:
+                return None
+            root = self._roots(value, scale)
+            gradients = torch.autograd.grad(value, parameters, root, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
             if is_dtensor(gradient) and is_dtensor(parameter):

@@ -164,7 +164,7 @@ def hidden_matrices(model: nn.Module, blocks: Sequence[nn.Module], rules: Rules)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     plain = []
     for p in trainable.values():
-        if p.ndim == 2 and not p.is_complex() and p not in tables:
+        if p.ndim == 2 and p.numel() and not p.is_complex() and p not in tables:
             plain.append(p)
     inside = {p for block in blocks for p in block.parameters()}
     hidden: set[Tensor] = {p for p in plain if p in inside} if blocks else set(plain[:-1])

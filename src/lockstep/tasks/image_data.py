@@ -7,8 +7,10 @@ split.labels[5]                         # its class, an index into data.classes
 """
 
 import io
+import itertools
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -39,6 +41,11 @@ __all__ = [
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # First bytes of PNG, JPEG, BMP, GIF, WebP (RIFF), TIFF, PGM and PPM files.
 _HEADERS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"P2", b"P3", b"P5", b"P6")
+
+
+# Threads that read the first bytes of files, and the files of a thread at a time.
+_READERS = 8
+_BATCH = 256
 
 
 class ImageError(Exception):
@@ -316,7 +323,7 @@ def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[s
             if path.suffix.lower() in _SUFFIXES and path.is_file():
                 paths.append(path)
         files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
-        broken |= {file: reason for file in files if (reason := _fault(root / file))}
+        broken |= _faults(root, files)
         files = [file for file in files if file not in broken]
         if not files and (part in ("", "train")):
             raise DataError(
@@ -329,14 +336,33 @@ def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[s
     return images
 
 
+def _faults(root: Path, files: list[str]) -> dict[str, str]:
+    """Return the files that no decoder reads, with the reason.
+
+    Threads read them: a file on a network waits for its server.
+    """
+    batches = [files[start : start + _BATCH] for start in range(0, len(files), _BATCH)]
+
+    def check(batch: list[str]) -> list[str]:
+        return [_fault(root / file) for file in batch]
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        reasons = itertools.chain.from_iterable(pool.map(check, batches))
+        return {file: reason for file, reason in zip(files, reasons, strict=True) if reason}
+
+
 def _fault(path: Path) -> str:
     """Return why no decoder reads a file, by its first bytes; "" if one may.
 
     Only decoding finds damage after these bytes.
     """
     try:
-        with path.open("rb") as file:
-            begin = file.read(16)
+        # A third of the time of Python's file objects.
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            begin = os.read(descriptor, 16)
+        finally:
+            os.close(descriptor)
     except OSError:
         return "that cannot be opened"
     if not begin:

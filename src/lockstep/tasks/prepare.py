@@ -301,7 +301,8 @@ def _write_all(
                 process.terminate()
             raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Waits for the pool's thread: one that still ends while Python exits prints an error of its own.
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager

@@ -38,19 +38,10 @@ def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     A tensor that would overflow is left out.
     """
-    reals = []
-    for tensor in tensors:
-        if tensor.is_complex():
-            reals.append(torch.view_as_real(tensor))
-        else:
-            reals.append(tensor)
-    weights = []
-    for tensor in reals:
-        if tensor.dtype in _MANTISSAS and tensor.numel():
-            weights.append(tensor.detach().data)
     # Waits for the device, once for each tensor.
     large = []
-    for tensor in weights:
+    for tensor in _weights_of(tensors):
+        tensor = tensor.data
         if bool(tensor.abs().amax() < torch.finfo(tensor.dtype).max / _STRETCH):
             large.append(tensor)
     try:
@@ -74,15 +65,8 @@ def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[
         first_bit: the first bit of a mantissa that moves; 0: the seventh.
     """
     first_bit = first_bit or _FIRST_BIT
-    reals = []
-    for tensor in tensors:
-        if tensor.is_complex():
-            reals.append(torch.view_as_real(tensor))
-        else:
-            reals.append(tensor)
-    weights = [tensor.detach() for tensor in reals if tensor.dtype in _MANTISSAS and tensor.numel()]
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for number, weight in enumerate(weights):
+        for number, weight in enumerate(_weights_of(tensors)):
             # Moves must not count as writes, because torch's graphs and copies of weights check for those.
             data: Tensor = weight.data
             # Waits for the device, once for each tensor.
@@ -99,6 +83,16 @@ def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[
                     tile.copy_(values)
         with torch.enable_grad():
             yield
+
+
+def _weights_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return detached views of the tensors that can move: real, of a known dtype, not empty."""
+    weights = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if real.dtype in _MANTISSAS and real.numel():
+            weights.append(real.detach())
+    return weights
 
 
 def _flip(data: Tensor, seed: int, first_bit: int) -> None:

@@ -254,7 +254,7 @@ Importers = dict[str, tuple[str, ...]]
 
 
 class Graph:
-    """Which files of a project (real paths) seem to import which.
+    """Import graph of the files of each project, by real path.
 
     A project is searched when it is first asked about, its answers are its own: they depend on what lies there, not on
     which files are checked, nor on which projects were searched before.
