@@ -59,10 +59,12 @@ class Rows(torch.utils.data.Dataset):
 
 class Task(lockstep.Task):
     items_per_sample = LENGTH
-    shape = {"layers": 4, "heads": 4, "width": 192}
+    layers, heads, width = 4, 4, 192
 
     def model(self):
-        return GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, **self.shape))
+        return GPT(
+            GPTConfig(vocab_size=VOCABULARY, context=LENGTH, layers=self.layers, heads=self.heads, width=self.width)
+        )
 
     def dataset(self, split):
         return Rows() if split == "train" else None
@@ -79,7 +81,7 @@ class Task(lockstep.Task):
 
 
 class Tiny(Task):
-    shape = {"layers": 1, "heads": 1, "width": 16}
+    layers, heads, width = 1, 1, 16
 
 
 def seconds(guards, steps, world=None, now=time.perf_counter, save_every=0, task=Task):

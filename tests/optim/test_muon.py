@@ -17,9 +17,9 @@ from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW
 from lockstep.optim.optimizers import make_optimizer, muon, rules_of
-from lockstep.training.summary import group_rows
 from lockstep.training.defaults import describe_optimizer
 from lockstep.training.resolve import Facts, resolve
+from lockstep.training.summary import group_rows
 
 
 def made_for(model, text="", layer_decay=1.0, **settings):
