@@ -20,12 +20,12 @@ from lockstep.config.cli import parse, read_toml, to_toml
 from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
-from lockstep.engines.base import Settings
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.fsdp import apply
 from lockstep.engines.memory import DeviceMemory, Footprint, explained, out_of_memory
 from lockstep.engines.optimizers import REFUSED
 from lockstep.engines.registry import engine, engine_class, model_init, options_for
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.transforms.determinism import check_precision
@@ -143,8 +143,8 @@ def sharded(monkeypatch, world, lines=None, **options):
     monkeypatch.setattr(apply, "fully_shard", lambda module, **given: units.append((module, given)))
     monkeypatch.setattr(apply, "init_device_mesh", lambda kind, shape, **_: SimpleNamespace(shape=shape))
     say = (lines if lines is not None else []).append
-    settings = Settings(0.0, 0, None, None, (), EngineOptions(prefetch=0, **options), say)
-    mesh = apply.shard(model, world, settings)
+    request = EngineRequest(options=EngineOptions(prefetch=0, **options), say=say)
+    mesh = apply.shard(model, world, request)
     assert [module for module, _ in units] == [*model[0], model]
     assert all(given["mesh"] is mesh for _, given in units)
     return [given for _, given in units], mesh.shape

@@ -1,4 +1,4 @@
-"""The engine protocol, the settings that every engine takes, and the result of its step.
+"""The engine protocol and the result of an engine's step.
 
 An engine owns a model and an optimizer, and knows how both are split over the ranks. It knows nothing of data, the
 loop or files. Shared by the engines: `ScaledBackward` (a backward of a scaled loss), `Penalty` (a term of the loss
@@ -6,37 +6,29 @@ that is added once a step) and `set_extra`.
 """
 
 import importlib
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
 
-from lockstep.config.engine_options import EngineOptions
-from lockstep.config.sections import Fp16
 from lockstep.distributed import collectives
-from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.membership import translate_errors
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
-from lockstep.errors import DataError, LockstepError, error_line, name_settings
+from lockstep.engines.request import MakePenalty
+from lockstep.errors import DataError, LockstepError, error_line
 from lockstep.tensors import is_dtensor
 
 __all__ = [
     "NOTHING",
     "Engine",
     "Evaluate",
-    "MakeOptimizer",
-    "MakePenalty",
     "Penalty",
     "ScaledBackward",
-    "Settings",
     "StepResult",
     "at_rest",
     "set_extra",
@@ -54,19 +46,11 @@ def set_extra(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             module.set_extra_state(tensor)
 
 
-MakeOptimizer = Callable[[nn.Module], Optimizer]
-# The model as its engine holds it -> a 0-dim term that is added to the step's loss once.
-MakePenalty = Callable[[nn.Module], Tensor | None]
-
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class _NormAndApplied(NamedTuple):
-    norm: Tensor
-    applied: bool | None
-
-
-class StepResult(_NormAndApplied):
+@dataclass(frozen=True, slots=True)
+class StepResult:
     """The result of an update: `norm, applied = engine.step()`.
 
     Attributes:
@@ -75,7 +59,13 @@ class StepResult(_NormAndApplied):
         penalty: the value added to the loss once for the step, 0-dim, not read; None: no penalty.
     """
 
+    norm: Tensor
+    applied: bool | None
     penalty: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack the norm and whether the update was applied."""
+        return iter((self.norm, self.applied))
 
 
 class Evaluate(Protocol):
@@ -93,42 +83,6 @@ class Evaluate(Protocol):
         The caller clears `.grad` first. The pass fills it with this rank's gradients; the engine then exchanges them.
         Waits for the device.
         """
-
-
-def _log(line: str) -> None:
-    logging.getLogger("lockstep").info(name_settings(line))
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings shared by all engines.
-
-    Attributes:
-        clip: largest 2-norm of the gradient; 0 does not clip.
-        exact: M, the number of micro-batches in the fixed tree (see engines/exact.py); 0: sum gradients as the backend
-            does.
-        sharing: which micro-batches each rank computes in the current step; None: the same number on every rank.
-        loss_scaling: how to scale the loss for float16, and skip a step whose gradients overflow; None: no scaling.
-        blocks: the model's repeated blocks, in order, where the caller knows them.
-        options: options of this engine.
-        say: reports one line to the user; called on every rank, printed on rank 0.
-        gradients: takes gradient norms by block, in the steps that log them.
-        penalty: computes a term of the loss from the parameters, added once a step; None: no penalty.
-        once: the flag that rules out an optimizer that repeats a step's pass; "": none does.
-        wrapper: the wrapper that a former engine put around the model, reused because the caller may hold it.
-    """
-
-    clip: float
-    exact: int
-    sharing: ShareSchedule | None
-    loss_scaling: Fp16 | None
-    blocks: tuple[nn.Module, ...]
-    options: EngineOptions
-    say: Callable[[str], None] = _log
-    gradients: GradientNorms = NO_NORMS
-    penalty: MakePenalty | None = None
-    once: str = ""
-    wrapper: nn.Module | None = None
 
 
 class Engine(Protocol):

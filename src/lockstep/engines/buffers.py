@@ -1,6 +1,6 @@
 """Make a model's buffers part of the step: a skipped update leaves them unchanged.
 
-    engine = with_buffers(engine, model, world, exact=False)        # unchanged for a model without buffers
+    engine = with_buffers(engine, model, world, request)        # unchanged for a model without buffers
 
 Where only the device knows whether an update was applied, the device decides in the same step, so no later read has to
 correct anything. BatchNorm's running statistics are replayed over all ranks' micro-batches (see batchnorm.py). Other
@@ -22,7 +22,8 @@ from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.engines.moving import Moving, Own, OwnState
+from lockstep.engines.moving import Moving
+from lockstep.engines.request import EngineRequest, Own
 from lockstep.errors import ConfigError
 from lockstep.transforms.batchnorm import Recording, Synchronised, recorders
 
@@ -160,29 +161,18 @@ def _not_none(tensors: list[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def with_buffers(
-    engine: Engine,
-    model: nn.Module,
-    world: World,
-    *,
-    exact: bool,
-    shared: bool = True,
-    sharing: ShareSchedule | None = None,
-    own: OwnState | None = None,
-) -> Engine:
+def with_buffers(engine: Engine, model: nn.Module, world: World, request: EngineRequest) -> Engine:
     """Wrap the engine so that its steps include the buffers of `model` (the plain module).
 
-    Args:
-        exact: refuse a forward that writes buffers, since their values then depend on which rank computes what.
-        shared: after each step, buffers that forwards write get rank 0's values on all ranks.
-        sharing: the number of forwards of each rank; None: the same on all.
-        own: the task's own tensors, which are treated the same; None: there is no task.
+    In exact mode a forward must not write buffers, since their values then depend on which rank computes what. Else
+    they get rank 0's values on all ranks after each step, with the option `broadcast_buffers`. The task's own tensors
+    are treated the same.
     """
-    moving = Moving(model, own or OwnState(), world, exact, shared)
+    moving = Moving(model, request.own, world, bool(request.exact), request.options.broadcast_buffers)
     if not len(moving):
         return engine
     layers = recorders(model)
-    return Buffered(engine, Replay(layers, world, sharing) if layers else None, moving)
+    return Buffered(engine, Replay(layers, world, request.sharing) if layers else None, moving)
 
 
 @final

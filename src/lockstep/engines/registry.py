@@ -24,16 +24,16 @@ from lockstep.config.schema import flag
 from lockstep.config.sections import Fp16
 from lockstep.distributed.balance import ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, MakeOptimizer, MakePenalty, Settings
+from lockstep.engines.base import Engine
 from lockstep.engines.buffers import Buffered, with_buffers
 from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
 from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context, unexpanded
-from lockstep.engines.moving import OwnState
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
-from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade
+from lockstep.engines.request import Changes, EngineRequest, MakeOptimizer, MakePenalty, OwnState
+from lockstep.engines.wrappers import UNFROZEN, Copied, Hooked, Remade
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.run_state import TrainedSet
@@ -57,6 +57,7 @@ __all__ = [
     "least_held",
     "leave_groups",
     "load_weights",
+    "make_engine",
     "model_init",
     "name_of",
     "options_for",
@@ -148,105 +149,139 @@ def engine(  # noqa: PLR0913
             support, or an optimizer that does not work with it.
     """
     name = name_of(name, world)
+    options = options or EngineOptions()
+    request = EngineRequest(
+        clip=clip,
+        exact=exact_micro_batches,
+        sharing=_share_schedule(name, shares, exact_micro_batches, world, options),
+        loss_scaling=Fp16() if loss_scaling is True else loss_scaling or None,
+        blocks=tuple(blocks),
+        options=options,
+        ema=ema,
+        batchnorm=batchnorm,
+        hooks=hooks,
+        own_steps=own_steps,
+        gradients=gradients,
+        penalty=penalty,
+        own=own or OwnState(),
+        changes=changes or Changes(),
+    )
+    if say is not None:
+        request = dataclasses.replace(request, say=say)
+    return make_engine(name, model, optimizer, world, request)
+
+
+def make_engine(
+    name: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer, world: World, request: EngineRequest
+) -> Engine:
+    """Make the engine `name` around a model, as `engine` does.
+
+    Raises:
+        ConfigError: see `engine`.
+    """
+    name = name_of(name, world)
+    if copies_of(model):
+        request = dataclasses.replace(request, single_pass_flag="--weight-copies step")
+    # Checks before anything is changed in the model.
+    _check_request(name, model, world, request)
+    if request.batchnorm == "replay":
+        recording(model, request.say)
+    unexpanded(model)
+    builder = _Builder(name, model, optimizer, world, request)
+    return Remade(
+        model,
+        world,
+        builder,
+        builder.make_optimizer,
+        request.changes,
+        fixed_optimizer=isinstance(optimizer, Optimizer),
+        refusal="" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name),
+        reads_groups=request.own_steps is not None,
+    )
+
+
+class _Builder:
+    """Build an engine with its wrappers, once more after each change of the trained parameters.
+
+    Args:
+        name: a key of ENGINES.
+        model: the plain module.
+        optimizer: one over the model's parameters, or a function that builds it from the model as the engine holds it.
+        world: the ranks.
+        request: checked.
+    """
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer, world: World, request: EngineRequest
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._optimizer = optimizer
+        self._world = world
+        self._request = request
+        self._class = Manual if request.own_steps else engine_class(name)
+        # The optimizer that `make_optimizer` has built last, for the averages of its weights.
+        self._newest: Optimizer | None = None
+
+    def make_optimizer(self, module: nn.Module) -> Optimizer:
+        """Return the optimizer of the model as the engine holds it. Raises ConfigError if it does not fit."""
+        optimizer = self._optimizer
+        instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(module)
+        self._newest = instance
+        check_optimizer(self._name, instance, exact=bool(self._request.exact) and self._world.size > 1)
+        self._request.gradients.look_at(self._model, self._request.blocks, instance)
+        return instance
+
+    def __call__(self, make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
+        """Build the engine; see `Make`. The wrappers, from the inside: weight copies, hooks, buffers, averages."""
+        request = dataclasses.replace(self._request, wrapper=wrapper)
+        engine: Engine = self._class(self._model, make_optimizer, self._world, request)
+        masters = getattr(engine, "masters", None)
+        if copies := copies_of(self._model):
+            engine = Copied(engine, copies)
+        if request.hooks:
+            engine = Hooked(engine, request.hooks)
+        # Manual keeps the buffers itself.
+        if not request.own_steps:
+            engine = with_buffers(engine, self._model, self._world, request)
+        if request.ema:
+            engine = EMAEngine(engine, self._model, request.ema, masters, rested, self._newest)
+        return engine
+
+
+def _check_request(name: str, model: nn.Module, world: World, request: EngineRequest) -> None:
+    """Raise ConfigError if the engine does not support the request, in this world or with this model."""
     split = next((key for key, parameter in model.named_parameters() if is_dtensor(parameter)), None)
     # A model that fsdp has sharded before, which returns here after the failure of a rank.
     if split and not hasattr(model, "reshard"):
         raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
-    if exact_micro_batches:
-        check_servable(exact_micro_batches, world.size)
-    copies = copies_of(model)
-    if copies:
+    is_exact = bool(request.exact)
+    if is_exact:
+        check_servable(request.exact, world.size)
+    has_own_steps = request.own_steps is not None
+    if copies := copies_of(model):
         check_copies(
-            name,
-            narrow=copies.narrow,
-            exact=bool(exact_micro_batches),
-            hooked=hooks is not None,
-            own_steps=own_steps is not None,
+            name, narrow=copies.narrow, exact=is_exact, hooked=request.hooks is not None, own_steps=has_own_steps
         )
-    _check_gradient_norms(name, gradients, own_steps)
-    options = options or EngineOptions()
-    factory = _kind(name, options)
-    sharing = _sharing(name, shares, exact_micro_batches, world, options)
-    scaling = Fp16() if loss_scaling is True else loss_scaling or None
-    repeated = tuple(blocks)
-    if penalty is not None:
-        check_penalty(name, exact=bool(exact_micro_batches) and world.size > 1, own_steps=own_steps is not None)
-    once = "--weight-copies step" if copies else ""
-    settings = Settings(
-        clip,
-        exact_micro_batches,
-        sharing,
-        scaling,
-        repeated,
-        options,
-        gradients=gradients,
-        penalty=penalty,
-        once=once,
-    )
-    settings = dataclasses.replace(settings, say=say) if say else settings
-    if batchnorm not in ("local", "replay"):
-        raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': use 'local' or 'replay'")
-    if batchnorm == "replay":
-        recording(model, settings.say)
+    _check_gradient_norms(name, request)
+    _check_options(name, request.options)
+    if request.sharing:
+        check_sharing(name, "auto", request.options)
+    if request.penalty is not None:
+        check_penalty(name, exact=is_exact and world.size > 1, own_steps=has_own_steps)
+    if request.batchnorm not in ("local", "replay"):
+        raise ConfigError(f"lockstep.engine: batchnorm is '{request.batchnorm}': use 'local' or 'replay'")
+    check_embeddings(name, model, exact=is_exact, once=request.single_pass_flag)
+    if has_own_steps:
+        _check_own_steps(name, world, request)
 
-    # Checks before anything is changed in the model.
-    check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
-    unexpanded(model)
 
-    # The optimizer that `make` has built last, for the averages of its weights.
-    newest: list[Optimizer] = []
-
-    def make(module: nn.Module) -> Optimizer:
-        instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(module)
-        newest[:] = [instance]
-        check_optimizer(name, instance, exact=bool(exact_micro_batches) and world.size > 1)
-        gradients.look_at(model, repeated, instance)
-        return instance
-
-    if own_steps is not None and (clip or ema):
+def _check_own_steps(name: str, world: World, request: EngineRequest) -> None:
+    """Raise ConfigError unless a task can step its optimizers itself with this engine and request."""
+    if request.clip or request.ema:
         raise ConfigError("lockstep.engine: clip and ema do not work with own_steps, which take several updates")
-    if own_steps is not None and own and own.by_sample:
+    if request.own.by_sample:
         raise ConfigError("the task's sample_state does not work with own_steps, which take several updates in a step")
-    exact = bool(exact_micro_batches)
-    shared = options.broadcast_buffers
-
-    def build(make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
-        current = dataclasses.replace(settings, wrapper=wrapper)
-        if own_steps is not None:
-            # The wrappers, from the inside: weight copies, hooks, buffers, averages.
-            return _manual(name, model, make_optimizer, world, current, own_steps, hooks)
-        bare = factory(model, make_optimizer, world, current)
-        copying: Engine = Copied(bare, copies) if copies else bare
-        watched: Engine = Hooked(copying, hooks) if hooks else copying
-        outer = with_buffers(
-            watched,
-            model,
-            world,
-            exact=exact,
-            shared=shared,
-            sharing=sharing,
-            own=own,
-        )
-        return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested, newest[0]) if ema else outer
-
-    fixed_optimizer = isinstance(optimizer, Optimizer)
-    refusal = "" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name)
-    changes = changes or Changes()
-    reads_groups = own_steps is not None
-    return Remade(
-        model, world, build, make, changes, fixed_optimizer=fixed_optimizer, refusal=refusal, reads_groups=reads_groups
-    )
-
-
-def _manual(
-    name: str,
-    model: nn.Module,
-    make: MakeOptimizer,
-    world: World,
-    settings: Settings,
-    own_steps: OwnSteps,
-    hooks: Hooks | None,
-) -> Engine:
     if not ENGINES[name].own_steps:
         raise ConfigError(
             f"--engine {name} does not work with a task that steps its optimizers itself, within a micro-batch: use "
@@ -254,10 +289,6 @@ def _manual(
         )
     if ENGINES[name].one_process and world.size > 1:
         raise ConfigError(f"--engine {name} with {world.size} processes: use --engine ddp, or start one process")
-    manual: Engine = Manual(model, make, world, settings, own_steps)
-    if hooks:
-        return Hooked(manual, hooks)
-    return manual
 
 
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
@@ -280,13 +311,13 @@ def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
         )
 
 
-def _sharing(
+def _share_schedule(
     name: str, shares: Sequence[int] | ShareSchedule | None, micro_batches: int, world: World, options: EngineOptions
 ) -> ShareSchedule | None:
+    """Return the schedule of the shares; None: equal ones. Raises ConfigError if the numbers do not fit."""
     if not shares:
         return None
     if isinstance(shares, ShareSchedule):
-        check_sharing(name, "auto", options)
         return shares
     check_shares(name, shares, micro_batches or sum(shares), world.size, options)
     counts = shares_of_counts(shares)
@@ -471,11 +502,11 @@ def check_audit(name: str) -> None:
         )
 
 
-def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
+def _check_gradient_norms(name: str, request: EngineRequest) -> None:
     """Raise ConfigError if the engine cannot take the requested gradient norms."""
-    if gradients.by == "off":
+    if request.gradients.by == "off":
         return
-    if own_steps is not None:
+    if request.own_steps is not None:
         raise ConfigError(
             "--log-gradients does not work with a task that steps its optimizers itself, since each step has its own "
             "gradients: log them there, or drop it"
@@ -483,8 +514,8 @@ def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSte
     if not ENGINES[name].block_norms:
         able = ", ".join(engine_name for engine_name, spec in ENGINES.items() if spec.block_norms)
         raise ConfigError(
-            f"--log-gradients {gradients.by} does not work with --engine {name}, which has one norm of all gradients: "
-            f"use one of {able}, or drop it"
+            f"--log-gradients {request.gradients.by} does not work with --engine {name}, which has one norm of all "
+            f"gradients: use one of {able}, or drop it"
         )
 
 
@@ -539,7 +570,7 @@ class ModelInit(NamedTuple):
 def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
     """Return how to build the model. Raises ConfigError for an unsupported name or option."""
     name = name_of(name, world)
-    _kind(name, options)  # refuses options that the engine does not have
+    _check_options(name, options)
     return ModelInit(init_context(options, world), not ENGINES[name].places_model)
 
 
@@ -554,8 +585,8 @@ def engine_class(name: str) -> Any:
     return getattr(importlib.import_module(module), class_name)
 
 
-def _kind(name: str, options: EngineOptions) -> Any:
-    """Return the engine's class. Raises ConfigError for an option that it does not have."""
+def _check_options(name: str, options: EngineOptions) -> None:
+    """Raise ConfigError for an option that the engine does not have."""
     has = own_options(name)
     for spec in dataclasses.fields(options):
         if spec.name not in has and getattr(options, spec.name) != spec.default:
@@ -564,7 +595,6 @@ def _kind(name: str, options: EngineOptions) -> Any:
                 f"{flag(f'engine_options.{spec.name}')} is not an option of --engine {name}; drop it "
                 f"(its own: {options_here})"
             )
-    return engine_class(name)
 
 
 _SPLIT = ("full", "grad-op")

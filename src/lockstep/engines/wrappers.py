@@ -12,11 +12,11 @@ at its current values. `Copied` and `Hooked` wrap an engine for `--weight-copies
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,10 +25,11 @@ from lockstep.checkpoint.read import AVERAGE
 from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.engines.ddp import listed
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import switch
+from lockstep.engines.request import Changes, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hooks import Hooks
 from lockstep.run_state import TrainedSet
@@ -36,7 +37,6 @@ from lockstep.transforms.weight_copies import WeightCopies
 
 __all__ = [
     "UNFROZEN",
-    "Changes",
     "Copied",
     "Hooked",
     "Remade",
@@ -134,7 +134,6 @@ class Hooked:
 
 
 UNFROZEN = "trained since step"
-MakeAgain = Callable[[nn.Module, Optimizer], Optimizer]  # (model as the engine holds it, the former one) -> optimizer
 _FLAG = attrgetter("requires_grad")
 
 
@@ -149,24 +148,6 @@ class Make(Protocol):
             wrapper: the former engine's wrapper of the model, to be reused; None: there was none.
             rested: parameters that were trained earlier and have averages.
         """
-
-
-class Changes(NamedTuple):
-    """A run's settings for changes to its trained parameters.
-
-    Attributes:
-        again: builds the optimizer for the changed set; None: the function that built the first one, if needed.
-        fixed: name -> why this parameter must stay frozen, with the way out.
-        known: the set from a checkpoint; None: what requires gradients now.
-        done: number of steps taken before.
-        changed: called with the new set after a change.
-    """
-
-    again: MakeAgain | None = None
-    fixed: Mapping[str, str] = {}
-    known: TrainedSet | None = None
-    done: int = 0
-    changed: Callable[[TrainedSet], None] = lambda trained: None
 
 
 def set_trained(model: nn.Module, names: Collection[str]) -> None:

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult, set_extra
+from lockstep.engines.base import Evaluate, StepResult, set_extra
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import has_modes
-from lockstep.engines.optimizer_step import OptimizerStep, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.tensors import as_bytes, has_gaps, local_of, shared_memory
@@ -44,7 +45,7 @@ class Zero:
     holds.
     """
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         check_launched("zero", world)
         self._module = model
         self._world = world
@@ -61,8 +62,9 @@ class Zero:
         self._zero.register_step_post_hook(self._run_post_hooks)
         parameters = trained(model, plain)
         name = "--engine zero"
-        self._update = OptimizerStep(model, self._zero, settings, cleared=parameters, fixed=True, once=name, dense=name)
-        self._replicas = ReplicatedEngine("zero", model, parameters, world, settings)
+        spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=name, dense_flag=name)
+        self._update = OptimizerStep(model, self._zero, request, spec)
+        self._replicas = ReplicatedEngine("zero", model, parameters, world, request)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
         members = set(parameters)

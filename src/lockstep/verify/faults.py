@@ -414,9 +414,7 @@ class _ScaledEngine(EngineWrapper):
     ) -> StepResult:
         self._reset()
         result = self.inner.step(factor, limit, momentum, evaluate)
-        unscaled = StepResult(result.norm / self._scale, result.applied)
-        unscaled.penalty = result.penalty
-        return unscaled
+        return StepResult(result.norm / self._scale, result.applied, result.penalty)
 
 
 @final
