@@ -27,10 +27,12 @@ __all__ = [
     "NOTHING",
     "Engine",
     "Evaluate",
+    "ForwardingEngine",
     "Penalty",
     "ScaledBackward",
     "StepResult",
     "at_rest",
+    "bare_engine",
     "set_extra",
 ]
 
@@ -151,6 +153,61 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state; tensors that `state_dict()` itself returned are already in place."""
+
+
+class ForwardingEngine:
+    """An engine around another one, to which it passes every call; a subclass overrides what it changes.
+
+    Attributes:
+        inner: the engine inside it.
+        model: that of `inner`.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.model: nn.Module = inner.model
+
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return self.inner.accumulate(last, counts)
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self.inner.backward(loss, weight)
+
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        return self.inner.step(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self.inner.rehearse(loss)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+    def undo_step(self) -> None:
+        """Undo an unfinished step, except changes to parameters."""
+        if isinstance(self.inner, ForwardingEngine):
+            self.inner.undo_step()
+
+    def kinds(self) -> dict[str, str]:
+        """Map the state's name to a description, for tensors that forwards write and unfrozen parameters."""
+        if isinstance(self.inner, ForwardingEngine):
+            return self.inner.kinds()
+        return {}
+
+
+def bare_engine(engine: Engine) -> Engine:
+    """Return the engine inside all wrappers."""
+    while isinstance(engine, ForwardingEngine):
+        engine = engine.inner
+    return engine
 
 
 def at_rest(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ DistributedDataParallel (see moving.py). State by sample or stream is merged (se
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, Evaluate, StepResult
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.engines.moving import Moving
 from lockstep.engines.request import EngineRequest, Own
 from lockstep.errors import ConfigError
@@ -176,12 +176,11 @@ def with_buffers(engine: Engine, model: nn.Module, world: World, request: Engine
 
 
 @final
-class Buffered:
+class Buffered(ForwardingEngine):
     """An engine whose skipped steps leave the model's buffers unchanged."""
 
     def __init__(self, engine: Engine, replay: Replay | None, buffers: Moving) -> None:
-        self.model: nn.Module = engine.model
-        self._engine = engine
+        super().__init__(engine)
         self._replay = replay
         self._buffers = buffers
         self._in_step = False  # from a step's first micro-batch to its end
@@ -200,7 +199,7 @@ class Buffered:
         self._buffers.begin_slot()
         self._counts = counts
         self._is_last = last
-        inner = self._engine.accumulate(last, counts)
+        inner = self.inner.accumulate(last, counts)
         if counts:
             return inner
         return self._discard(inner)
@@ -219,12 +218,12 @@ class Buffered:
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if not self._counts:
-            self._engine.backward(loss, weight)
+            self.inner.backward(loss, weight)
             return
         # Take the statistics before the backward, which may recompute the forward.
         if self._replay:
             self._replay.take(weight)
-        self._engine.backward(loss, weight)
+        self.inner.backward(loss, weight)
         if weight == 0.0:
             self._buffers.undo_slot()
         else:
@@ -246,7 +245,7 @@ class Buffered:
             self._replay.finish()  # collective
         # All ranks. Before the update: if a rank fails, either all ranks have updated or none has.
         self._buffers.share()  # collective
-        result = self._engine.step(factor, limit, momentum, evaluate)
+        result = self.inner.step(factor, limit, momentum, evaluate)
         self._in_step = False
         self._buffers.end(result, limit)
         # In a loop that does not call `accumulate` the next step begins here.
@@ -256,22 +255,13 @@ class Buffered:
 
     def undo_step(self) -> None:
         """Restore what the forwards of an unfinished step changed."""
+        super().undo_step()
         if self._in_step:
             self._in_step = False
             self._buffers.put_back()
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self._engine.rehearse(loss)
-
     def kinds(self) -> dict[str, str]:
-        """Map the state's name to a description, for every tensor that forwards have written."""
-        return self._buffers.kinds()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._engine.load_state_dict(state)
+        return super().kinds() | self._buffers.kinds()
 
 
 @contextmanager

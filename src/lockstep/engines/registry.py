@@ -24,8 +24,8 @@ from lockstep.config.schema import flag
 from lockstep.config.sections import Fp16
 from lockstep.distributed.balance import ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine
-from lockstep.engines.buffers import Buffered, with_buffers
+from lockstep.engines.base import Engine, ForwardingEngine, bare_engine
+from lockstep.engines.buffers import with_buffers
 from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
 from lockstep.engines.manual import Manual
@@ -33,7 +33,7 @@ from lockstep.engines.model_init import init_context, unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
 from lockstep.engines.request import Changes, EngineRequest, MakeOptimizer, MakePenalty, OwnState
-from lockstep.engines.wrappers import UNFROZEN, Copied, Hooked, Remade
+from lockstep.engines.wrappers import Copied, Hooked, Remade
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.run_state import TrainedSet
@@ -356,12 +356,8 @@ def undo_step(engine: Engine) -> None:
 
     An engine that survives the loss of a rank changes parameters last, after its last exchange.
     """
-    inner = engine
-    if isinstance(engine, Remade):
-        engine.leave_step()
-        inner = engine.engine
-    if isinstance(inner, EMAEngine | Buffered):
-        inner.undo_step()
+    if isinstance(engine, ForwardingEngine):
+        engine.undo_step()
 
 
 def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
@@ -371,7 +367,7 @@ def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
 
     Some optimizers keep copies of the weights, such as schedule-free ones.
     """
-    update = getattr(_innermost(engine), "_update", None)
+    update = getattr(bare_engine(engine), "_update", None)
     is_blank = isinstance(update, OptimizerStep) and update.blank
     engine.load_state_dict(state)
     if is_blank and isinstance(update, OptimizerStep):
@@ -385,16 +381,8 @@ def replaced_copies(engine: Engine) -> dict[str, Tensor]:
 
     They differ between ranks if a copy did before an update.
     """
-    copies: Callable[[], dict[str, Tensor]] = getattr(_innermost(engine), "copies", dict)
+    copies: Callable[[], dict[str, Tensor]] = getattr(bare_engine(engine), "copies", dict)
     return copies()
-
-
-def _innermost(engine: Engine) -> Any:
-    """Return the engine inside all wrappers."""
-    inner: Any = engine
-    while wrapped := getattr(inner, "engine", None) or getattr(inner, "_engine", None):
-        inner = wrapped
-    return inner
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:
@@ -404,9 +392,7 @@ def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, f
 
     With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
     """
-    bare: Any = engine.engine if isinstance(engine, Remade) else engine
-    while isinstance(bare, EMAEngine | Buffered | Hooked | Copied):
-        bare = bare._engine
+    bare: Any = bare_engine(engine)
     return bare.apart() if hasattr(bare, "apart") else nullcontext(_backward)
 
 
@@ -484,13 +470,9 @@ def trained_set(engine: Engine) -> TrainedSet | None:
 
 def kinds(engine: Engine) -> dict[str, str]:
     """Describe, by name in the state, tensors that forwards write and unfrozen parameters."""
-    inner = engine.engine if isinstance(engine, Remade) else engine
-    if isinstance(inner, EMAEngine | Buffered):
-        written = inner.kinds()
-    else:
-        written = {}
-    since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
-    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | written
+    if isinstance(engine, ForwardingEngine):
+        return engine.kinds()
+    return {}
 
 
 def check_audit(name: str) -> None:
