@@ -7,6 +7,7 @@ that is added once a step) and `set_extra`.
 
 import importlib
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,19 +16,25 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.membership import translate_errors
-from lockstep.engines.request import MakePenalty
+from lockstep.distributed.world import World
+from lockstep.engines.request import EngineRequest, MakeOptimizer, MakePenalty
 from lockstep.errors import DataError, LockstepError, error_line
 from lockstep.tensors import is_dtensor
 
 __all__ = [
     "NOTHING",
+    "BareEngine",
     "Engine",
     "Evaluate",
     "ForwardingEngine",
+    "Masters",
     "Penalty",
     "ScaledBackward",
     "StepResult",
@@ -153,6 +160,126 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state; tensors that `state_dict()` itself returned are already in place."""
+
+
+class Masters(Protocol):
+    """The master weights that an optimizer updates, where they are not the model's parameters."""
+
+    def parts(self) -> list[Tensor]:
+        """Return this rank's parts, which the optimizer updates in place."""
+
+    def named(self) -> dict[str, Tensor]:
+        """Return copies of the trained weights by parameter name, as in `state_dict()`. Collective."""
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of `named`, or plain tensors that every rank holds whole. Collective."""
+
+    def show(self) -> None:
+        """Copy the master weights into the model's parameters. Collective."""
+
+
+class BareEngine(Engine):
+    """The base of the engines: a model split over the ranks, without wrappers.
+
+    The static methods answer for an engine that is not built yet. The defaults are those of whole replicas of the
+    model.
+
+    Args:
+        model: the plain module.
+        optimizer: builds the optimizer from the model as the engine holds it.
+        world: the ranks.
+        request: checked by `registry.make_engine`.
+
+    Attributes:
+        masters: the weights that the optimizer updates, where they are not the model's parameters.
+    """
+
+    masters: Masters | None = None
+
+    @abstractmethod
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None: ...
+
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def apart(self) -> AbstractContextManager[Callable[[Tensor, float], None]]:
+        """Return a context with a backward (loss, weight) outside of steps, which leaves no trace but `.grad`.
+
+        With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
+        """
+        return nullcontext(_backward)
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return totals of the copies that updates have replaced, by parameter; {}: its updates replace none."""
+        return {}
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        """Raise ConfigError if the optimizer does not work with this engine.
+
+        Args:
+            exact: exact mode with several ranks.
+        """
+
+    @staticmethod
+    def check_planned(options: EngineOptions) -> None:
+        """Raise ConfigError if the engine's memory cannot be estimated without its devices."""
+
+    @staticmethod
+    def explain_no_backward(*, exact: bool) -> str:
+        """Return why it has no backward outside of a step; "": see `apart`.
+
+        Args:
+            exact: it sums the gradients of several ranks in the fixed tree.
+        """
+        return ""
+
+    @staticmethod
+    def replica_size(options: EngineOptions, world: World) -> int:
+        """Return the number of ranks that together have one copy of the states."""
+        return 1
+
+    @staticmethod
+    def has_replicas(options: EngineOptions) -> bool:
+        """Whether the options leave more than one copy of the states, if the engine survives the loss of a rank."""
+        return True
+
+    @staticmethod
+    def explain_no_undo(optimizer: Optimizer | None) -> str:
+        """Return why it cannot leave a step in the middle after a rank failed; "": it can."""
+        return ""
+
+    @staticmethod
+    def leave_groups(model: nn.Module) -> list[ProcessGroup]:
+        """Discard what the engine left in its model after a rank failed; return the groups to leave."""
+        return []
+
+    @staticmethod
+    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+        """Return the bytes that a rank gathers per micro-batch and sums per step.
+
+        Args:
+            options: the engine's.
+            parameters: bytes of the model's parameters.
+            trained: bytes of those that are trained.
+        """
+        return 0.0, trained
+
+    @staticmethod
+    def least_held(options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
+        """Return a lower bound of a rank's bytes at the end of a backward.
+
+        Args:
+            options: the engine's.
+            size: the number of ranks.
+            totals: bytes of parameters, gradients and optimizer states of the whole model.
+        """
+        return sum(totals)
+
+
+def _backward(loss: Tensor, weight: float) -> None:
+    # torch gives `backward` no types.
+    loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
 
 class ForwardingEngine:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, ScaledBackward, StepResult
+from lockstep.engines.base import BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
@@ -21,7 +21,7 @@ _NAME = "--engine data-parallel"
 
 
 @final
-class DataParallel:
+class DataParallel(BareEngine):
     """The engine `data-parallel`.
 
     Raises:
@@ -57,9 +57,6 @@ class DataParallel:
         self._update = OptimizerStep(model, instance, request, spec)
         self._roots = ScaledBackward()
 
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return NOTHING
-
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._roots.run(loss, self._update.scale * weight)
 
@@ -80,3 +77,10 @@ class DataParallel:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._update.load_state_dict(self._module, state)
+
+    @staticmethod
+    def check_planned(options: EngineOptions) -> None:
+        raise ConfigError(
+            "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
+            "forward; plan --engine ddp instead"
+        )

@@ -22,7 +22,7 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, ScaledBackward, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
@@ -599,7 +599,7 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @final
-class DDP:
+class DDP(BareEngine):
     """The engine `ddp`. Raises ConfigError without a launcher."""
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:

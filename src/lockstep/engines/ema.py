@@ -13,14 +13,14 @@ whether a step was skipped, the device decides: nothing here waits for it.
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.read import AVERAGE
-from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, Masters, StepResult
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.modes import evaluation_weights
 from lockstep.engines.wrappers import Remade
@@ -35,22 +35,6 @@ __all__ = [
 
 
 _COUNT = "averaging/updates"
-
-
-class Masters(Protocol):
-    """The master weights that an optimizer updates, where they are not the model's parameters."""
-
-    def parts(self) -> list[Tensor]:
-        """Return this rank's parts, which the optimizer updates in place."""
-
-    def named(self) -> dict[str, Tensor]:
-        """Return copies of the trained weights by parameter name, as in `state_dict()`. Collective."""
-
-    def take(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `named`, or plain tensors that every rank holds whole. Collective."""
-
-    def show(self) -> None:
-        """Copy the master weights into the model's parameters. Collective."""
 
 
 @final

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, StepResult
 from lockstep.engines.buffers import Replay
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.moving import differing
@@ -74,7 +74,7 @@ class _BufferStart(NamedTuple):
 
 
 @final
-class Manual:
+class Manual(BareEngine):
     """The engine for `task.own_steps`. Raises ConfigError with float16's loss scaling."""
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
@@ -103,9 +103,6 @@ class Manual:
         self._steps = 0
         # Indices in `_plain_buffers` of buffers that are written without the version counter.
         self._silent: set[int] = set()
-
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._weights.append(weight)

@@ -1,9 +1,4 @@
-"""Check which optimizer works with which engine, and take gradient norms by layer or group.
-
-An optimizer whose update of an element depends on that element alone works with every engine. `REFUSED` lists the
-others, with what they need that an engine lacks; docs/engines.md has the same table, held together by a test.
-Optimizers outside torch are the user's responsibility.
-"""
+"""Take gradient norms by layer or group, and check embeddings with sparse gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,15 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.config.engine_options import ENGINES
 from lockstep.engines.blocks import repeated_layers
-from lockstep.engines.modes import has_modes
 from lockstep.errors import ConfigError
 
 __all__ = [
     "NO_NORMS",
     "GradientNorms",
     "check_embeddings",
-    "check_optimizer",
 ]
 
 
@@ -108,22 +102,6 @@ def _by_group(optimizer: Optimizer) -> dict[Tensor, str]:
     }
 
 
-_CLOSURE = "it evaluates the loss several times a step, and the engine cannot repeat a pass"
-_SPARSE = "it takes sparse gradients only, and the engine takes dense ones"
-_WHOLE = "its update needs whole matrices, and the engine holds rows of them"
-_IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
-
-# class of torch.optim -> (engines that refuse it, why)
-REFUSED = {
-    "LBFGS": (("fsdp", "zero", "deepspeed", "data-parallel"), _CLOSURE),
-    "SparseAdam": (("ddp", "fsdp", "zero", "deepspeed", "data-parallel"), _SPARSE),
-    "Adafactor": (("fsdp", "deepspeed"), _WHOLE),
-    "Rprop": (("fsdp",), _IN_PLACE),
-    "Muon": (("fsdp", "deepspeed"), _WHOLE),
-    "MuonAdamW": (("deepspeed",), _WHOLE),
-}
-
-
 def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -> None:
     """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
 
@@ -131,7 +109,7 @@ def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -
         exact: gradients are added in a fixed tree.
         once: another flag that requires dense gradients; "": none does.
     """
-    if engine == "single" and not exact and not once:
+    if ENGINES[engine].sparse_gradients and not exact and not once:
         return
     why = "--exact" if exact else once or f"--engine {engine}"
     for name, module in model.named_modules():
@@ -141,39 +119,3 @@ def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -
                 f"the gradient of {weight} is sparse, and {why} needs dense ones: build the embedding with "
                 "sparse=False, or use --engine single without --exact"
             )
-
-
-def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
-    """Raise ConfigError if the optimizer does not work with the engine.
-
-    Args:
-        exact: exact mode with several ranks.
-    """
-    engines, why = next(
-        (REFUSED[base_class.__name__] for base_class in type(optimizer).__mro__ if base_class.__name__ in REFUSED),
-        ((), ""),
-    )
-    name = type(optimizer).__name__
-    if engine in engines:
-        raise ConfigError(f"--engine {engine} does not work with {name}: {why}; use AdamW, or see docs/engines.md")
-    if engine == "deepspeed" and has_modes(optimizer):
-        raise ConfigError(
-            f"--engine deepspeed does not work with {name}: its eval() and train() move the weights, which the engine "
-            "keeps elsewhere; use --engine fsdp, zero or ddp"
-        )
-    dtypes = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            dtypes.add(parameter.dtype)
-    if engine == "zero" and len(dtypes) > 1:
-        dtype_names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ConfigError(f"--engine zero: the parameters are {dtype_names}, and it splits those of one dtype; use ddp")
-    if engine == "deepspeed" and any(dtype.is_complex for dtype in dtypes):
-        raise ConfigError("--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp")
-    if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
-        # The first step takes the whole gradient as momentum. Under ZeRO the momentum already exists, as zeros.
-        raise ConfigError(f"--engine deepspeed does not work with the dampening of {name}; use dampening=0, or ddp")
-    if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"--exact with --engine fsdp: the fused {name} rounds by an element's place in its shard; use fused=False"
-        )

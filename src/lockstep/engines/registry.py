@@ -1,37 +1,34 @@
-"""Build an engine by name, check what it supports, and estimate its memory and traffic.
+"""Build an engine by name, and check what it supports.
 
-for name, options in variants(size, options): ...
-gathered, summed = exchanged(name, options, parameters, trained)
+engine = make_engine("ddp", model, make_optimizer, world, request)
+reason = engine_class("ddp").explain_no_backward(exact=True)
 
-`engine` builds one. The `check_*` functions refuse settings that it does not support. `variants`, `exchanged` and
-`least_held` serve `lockstep plan`: they calculate what engines hold and send, before any is built.
+`engine` is the front for users. The `check_*` functions refuse what an engine does not support. `engine_class` answers
+for an engine that is not built yet, by the static methods of `BareEngine`. `variants` serves `lockstep plan`.
 """
 
 import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lockstep.config.deepspeed import read_json
 from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
 from lockstep.config.schema import flag
 from lockstep.config.sections import Fp16
 from lockstep.distributed.balance import ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, ForwardingEngine, bare_engine
+from lockstep.engines.base import BareEngine, Engine, ForwardingEngine, bare_engine
 from lockstep.engines.buffers import with_buffers
 from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
 from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context, unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
+from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings
 from lockstep.engines.request import Changes, EngineRequest, MakeOptimizer, MakePenalty, OwnState
 from lockstep.engines.wrappers import Copied, Hooked, Remade
 from lockstep.errors import ConfigError
@@ -45,39 +42,25 @@ __all__ = [
     "backward_apart",
     "check_audit",
     "check_copies",
-    "check_planned",
+    "check_optimizer",
     "check_shares",
     "check_sharing",
     "engine",
     "engine_class",
-    "exchanged",
-    "explain_no_backward",
     "explain_no_replica",
     "kinds",
-    "least_held",
-    "leave_groups",
     "load_weights",
     "make_engine",
     "model_init",
     "name_of",
     "options_for",
     "replaced_copies",
-    "replica_size",
     "trained_set",
     "undo_step",
     "variants",
 ]
 
 
-# Imported on demand, so that an engine's package is loaded only where it is used.
-_CLASSES = {
-    "single": ("lockstep.engines.single", "Single"),
-    "ddp": ("lockstep.engines.ddp", "DDP"),
-    "fsdp": ("lockstep.engines.fsdp.engine", "FSDP"),
-    "zero": ("lockstep.engines.zero", "Zero"),
-    "deepspeed": ("lockstep.engines.deepspeed.engine", "DeepSpeed"),
-    "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
-}
 _REBUILD_REFUSAL = (
     "--engine {} fixed the trained parameters when it was built; set requires_grad in the task's model(), or use "
     "--engine fsdp"
@@ -235,8 +218,8 @@ class _Builder:
     def __call__(self, make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
         """Build the engine; see `Make`. The wrappers, from the inside: weight copies, hooks, buffers, averages."""
         request = dataclasses.replace(self._request, wrapper=wrapper)
-        engine: Engine = self._class(self._model, make_optimizer, self._world, request)
-        masters = getattr(engine, "masters", None)
+        bare: BareEngine = self._class(self._model, make_optimizer, self._world, request)
+        engine: Engine = bare
         if copies := copies_of(self._model):
             engine = Copied(engine, copies)
         if request.hooks:
@@ -245,7 +228,7 @@ class _Builder:
         if not request.own_steps:
             engine = with_buffers(engine, self._model, self._world, request)
         if request.ema:
-            engine = EMAEngine(engine, self._model, request.ema, masters, rested, self._newest)
+            engine = EMAEngine(engine, self._model, request.ema, bare.masters, rested, self._newest)
         return engine
 
 
@@ -291,6 +274,25 @@ def _check_own_steps(name: str, world: World, request: EngineRequest) -> None:
         raise ConfigError(f"--engine {name} with {world.size} processes: use --engine ddp, or start one process")
 
 
+def check_optimizer(name: str, optimizer: Optimizer, *, exact: bool) -> None:
+    """Raise ConfigError if the optimizer does not work with the engine.
+
+    One whose update of an element depends on that element alone works with every engine. Optimizers outside torch are
+    the user's responsibility.
+
+    Args:
+        exact: exact mode with several ranks.
+    """
+    refused = ENGINES[name].refused
+    for base_class in type(optimizer).__mro__:
+        if base_class.__name__ in refused:
+            raise ConfigError(
+                f"--engine {name} does not work with {type(optimizer).__name__}: {refused[base_class.__name__]}; use "
+                "AdamW, or see docs/engines.md"
+            )
+    engine_class(name).check_optimizer(optimizer, exact=exact)
+
+
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
     """Raise ConfigError if the engine does not support a penalty.
 
@@ -304,10 +306,10 @@ def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
         )
     if not ENGINES[name].penalty:
         raise ConfigError(f"--engine {name} does not work with `penalty`: use --engine fsdp, zero or ddp")
-    if name == "fsdp" and exact:
+    if exact and not ENGINES[name].exact_penalty:
         raise ConfigError(
-            "--exact with --engine fsdp does not work with `penalty`, whose sums over shards depend on the number of "
-            "processes: use --engine zero or ddp"
+            f"--exact with --engine {name} does not work with `penalty`, whose sums over shards depend on the number "
+            "of processes: use --engine zero or ddp"
         )
 
 
@@ -381,8 +383,8 @@ def replaced_copies(engine: Engine) -> dict[str, Tensor]:
 
     They differ between ranks if a copy did before an update.
     """
-    copies: Callable[[], dict[str, Tensor]] = getattr(bare_engine(engine), "copies", dict)
-    return copies()
+    bare = bare_engine(engine)
+    return bare.copies() if isinstance(bare, BareEngine) else {}
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:
@@ -392,28 +394,9 @@ def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, f
 
     With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
     """
-    bare: Any = bare_engine(engine)
-    return bare.apart() if hasattr(bare, "apart") else nullcontext(_backward)
-
-
-def _backward(loss: Tensor, weight: float) -> None:
-    # torch gives `backward` no types.
-    loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
-
-
-def explain_no_backward(name: str, *, exact: bool) -> str:
-    """Return why an engine cannot run a backward outside of a step.
-
-    "" if it can.
-
-    Args:
-        exact: it sums the gradients of several ranks in the fixed tree.
-    """
-    if name == "deepspeed":
-        return f"--engine {name} has no backward outside of a step"
-    if name == "fsdp" and exact:
-        return f"--engine {name} with --exact has no backward outside of its tree"
-    return ""
+    bare = bare_engine(engine)
+    assert isinstance(bare, BareEngine)
+    return bare.apart()
 
 
 def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer | None) -> str:
@@ -421,44 +404,13 @@ def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer |
 
     Its states may be lost with it, or left between two steps. "": the other ranks have them whole.
     """
-    spec = ENGINES[name]
-    if not spec.survives_loss or (name == "fsdp" and options.sharding not in ("hybrid", "none")):
+    kind = engine_class(name)
+    if not ENGINES[name].survives_loss or not kind.has_replicas(options):
         return (
             f"--engine {name} splits the states over the ranks, so a lost rank takes its part along; ddp survives, and "
             "fsdp with --engine.sharding hybrid"
         )
-    if name != "fsdp":
-        return ""
-    if not importlib.import_module("lockstep.engines.fsdp.apply").CAN_RESET:
-        return "--engine fsdp cannot leave a step in the middle before torch 2.13; ddp can"
-    if optimizer is not None and not type(optimizer).__module__.startswith("torch.optim."):
-        return (
-            f"with --engine fsdp, {type(optimizer).__name__} may exchange between ranks in the middle of its update; "
-            "torch's AdamW does not, nor does ddp"
-        )
-    return ""
-
-
-def replica_size(name: str, options: EngineOptions, world: World) -> int:
-    """Return the number of ranks that together have one copy of the states.
-
-    For an engine that survives failures of ranks.
-    """
-    if name != "fsdp":
-        return 1
-    size: int = importlib.import_module("lockstep.engines.fsdp.apply").replica_size(options, world)
-    return size
-
-
-def leave_groups(name: str, model: nn.Module) -> list[ProcessGroup]:
-    """Discard what an engine has left in its model after a rank failed.
-
-    Returns the groups that this rank has to leave.
-    """
-    if name != "fsdp":
-        return []
-    groups: list[ProcessGroup] = importlib.import_module("lockstep.engines.fsdp.apply").leave_groups(model)
-    return groups
+    return kind.explain_no_undo(optimizer)
 
 
 def trained_set(engine: Engine) -> TrainedSet | None:
@@ -561,10 +513,14 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
     return EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
 
 
-def engine_class(name: str) -> Any:
-    """Import the class of the engine `name`, a key of ENGINES."""
-    module, class_name = _CLASSES[name]
-    return getattr(importlib.import_module(module), class_name)
+def engine_class(name: str) -> type[BareEngine]:
+    """Import the class of the engine `name`, a key of ENGINES.
+
+    On demand, so that an engine's package is loaded only where it is used.
+    """
+    module, _, class_name = ENGINES[name].path.partition(":")
+    found: type[BareEngine] = getattr(importlib.import_module(f"lockstep.engines.{module}"), class_name)
+    return found
 
 
 def _check_options(name: str, options: EngineOptions) -> None:
@@ -597,59 +553,3 @@ def variants(size: int, options: EngineOptions) -> Iterator[tuple[str, EngineOpt
             continue
         for sharding in _SPLIT:
             yield name, dataclasses.replace(options_of_engine, sharding=sharding)
-
-
-def check_planned(name: str, options: EngineOptions) -> None:
-    """Raise ConfigError if the engine's memory cannot be estimated without its devices."""
-    if name == "data-parallel":
-        raise ConfigError(
-            "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
-            "forward; plan --engine ddp instead"
-        )
-    if "zero_stage" not in own_options(name):
-        return
-    zero = read_json(options.config).get("zero_optimization", {})
-    zero = zero if isinstance(zero, dict) else {}
-    if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
-        raise ConfigError(
-            f"--engine {name} cannot be planned in stage 3, whose forwards exchange with other ranks; plan --engine "
-            "fsdp, which shards the same"
-        )
-    offload = zero.get("offload_optimizer")
-    if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
-        raise ConfigError(
-            f"--engine {name} cannot be planned with states in host memory: a trace has one device; plan it without"
-        )
-
-
-def exchanged(name: str, options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
-    """Return the bytes that a rank gathers per micro-batch and sums per step.
-
-    Args:
-        parameters: bytes of the model's parameters.
-        trained: bytes of those that are trained.
-    """
-    if name == "fsdp" and options.sharding in ("full", "hybrid"):
-        # Gathered for the forward and for the backward. A reduce-scatter moves half of the bytes of a sum.
-        return 2 * parameters, trained / 2
-    if name == "fsdp":
-        return parameters, trained / 2
-    if name == "zero":
-        # The sum of the gradients, and the owners' broadcasts.
-        return 0.0, 1.5 * trained
-    return 0.0, trained
-
-
-def least_held(name: str, options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
-    """Return a lower bound of a rank's bytes at the end of a backward.
-
-    An engine that does not fit by this bound need not be traced.
-
-    Args:
-        totals: bytes of parameters, gradients and optimizer states of the whole model.
-    """
-    parameters, gradients, states = totals
-    if name == "fsdp" and options.sharding != "none":
-        size = options.shard_size or size
-        return (parameters + gradients + states) / size
-    return parameters + gradients + (states / size if name == "zero" else states)

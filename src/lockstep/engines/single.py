@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import final
 
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, ScaledBackward, StepResult
+from lockstep.engines.base import BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
@@ -19,7 +18,7 @@ __all__ = ["Single"]
 
 
 @final
-class Single:
+class Single(BareEngine):
     """The engine `single`. Raises ConfigError if there is more than one rank."""
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
@@ -37,9 +36,6 @@ class Single:
         )
         self._update = OptimizerStep(model, instance, request, spec)
         self._roots = ScaledBackward()
-
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._roots.run(loss, self._update.scale * weight)

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines.base import Evaluate, StepResult, set_extra
+from lockstep.engines.base import BareEngine, Evaluate, StepResult, set_extra
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
 from lockstep.engines.group_settings import settings_of
@@ -37,7 +38,7 @@ __all__ = ["Zero"]
 
 
 @final
-class Zero:
+class Zero(BareEngine):
     """The engine `zero`: gradients as in ddp, each parameter's optimizer states on one rank.
 
     After the update each parameter's owner broadcasts it. States are not split within a parameter, so the largest
@@ -105,6 +106,26 @@ class Zero:
                 self._totals = totals
             else:
                 self._totals = self._totals.add_(totals)
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        dtypes = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dtypes.add(parameter.dtype)
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ConfigError(f"--engine zero: the parameters are {names}, and it splits those of one dtype; use ddp")
+
+    @staticmethod
+    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+        # The sum of the gradients, and the owners' broadcasts.
+        return 0.0, 1.5 * trained
+
+    @staticmethod
+    def least_held(options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
+        parameters, gradients, states = totals
+        return parameters + gradients + states / size
 
     def copies(self) -> dict[str, Tensor]:
         """Return the total of each trained parameter's bits before each update.

@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.layout import owners_of
+from lockstep.config.deepspeed import read_json
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import (
     NOTHING,
+    BareEngine,
     Evaluate,
     ScaledBackward,
     StepResult,
@@ -32,6 +36,7 @@ from lockstep.engines.ddp import check_launched
 from lockstep.engines.deepspeed.config import DeepSpeedSettings, merged, read_config
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
+from lockstep.engines.modes import has_modes
 from lockstep.engines.optimizer_step import LossScale, OptimizerStep, UpdateSpec
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import begin, first_step
@@ -370,7 +375,7 @@ class _FlatStates:
 
 
 @final
-class DeepSpeed:
+class DeepSpeed(BareEngine):
     """The engine `deepspeed`.
 
     Raises:
@@ -398,7 +403,6 @@ class DeepSpeed:
         self._ds = _initialize(package, model, instance, config)
         self.model: nn.Module = self._ds
         self._split = bool(self._stage)
-        self.masters: SplitState | None = None
         if self._split:
             self._update: Any = _ZeroStep(self._ds, self._stage, request, world)
             self._split_state = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
@@ -409,6 +413,43 @@ class DeepSpeed:
             self._update = OptimizerStep(model, instance, request, spec)
             self._module = model
         request.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        name = type(optimizer).__name__
+        if has_modes(optimizer):
+            raise ConfigError(
+                f"--engine deepspeed does not work with {name}: its eval() and train() move the weights, which the "
+                "engine keeps elsewhere; use --engine fsdp, zero or ddp"
+            )
+        groups = optimizer.param_groups
+        if any(parameter.is_complex() for group in groups for parameter in group["params"]):
+            raise ConfigError(
+                "--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp"
+            )
+        if any(group.get("dampening") for group in groups):
+            # The first step takes the whole gradient as momentum. Under ZeRO the momentum already exists, as zeros.
+            raise ConfigError(f"--engine deepspeed does not work with the dampening of {name}; use dampening=0, or ddp")
+
+    @staticmethod
+    def check_planned(options: EngineOptions) -> None:
+        zero = read_json(options.config).get("zero_optimization", {})
+        zero = zero if isinstance(zero, dict) else {}
+        if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
+            raise ConfigError(
+                "--engine deepspeed cannot be planned in stage 3, whose forwards exchange with other ranks; plan "
+                "--engine fsdp, which shards the same"
+            )
+        offload = zero.get("offload_optimizer")
+        if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
+            raise ConfigError(
+                "--engine deepspeed cannot be planned with states in host memory: a trace has one device; plan it "
+                "without"
+            )
+
+    @staticmethod
+    def explain_no_backward(*, exact: bool) -> str:
+        return "--engine deepspeed has no backward outside of a step"
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._ds.set_gradient_accumulation_boundary(last)

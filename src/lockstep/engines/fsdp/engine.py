@@ -15,16 +15,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.exchange import assign_owners, gather_rows
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, ScaledBackward, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
-from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, discard_iteration, shard
+from lockstep.engines.fsdp.apply import (
+    CAN_RESET,
+    FILLS_UNUSED,
+    WATCH,
+    UsageCheck,
+    again,
+    check,
+    discard_iteration,
+    leave_groups,
+    replica_size,
+    shard,
+)
 from lockstep.engines.fsdp.whole import WholeParameters, find_whole, is_whole
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, combined, norms_of, trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
@@ -163,7 +176,7 @@ _NAME = "--engine fsdp"
 
 
 @final
-class FSDP:
+class FSDP(BareEngine):
     """The engine `fsdp`.
 
     In exact mode each block's reduce-scatter follows the fixed tree, and the norm is that of a single process. A world
@@ -302,6 +315,57 @@ class FSDP:
                 self._usage.begin()
             if self._check:
                 self._check.begin()
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        if exact and any(group.get("fused") for group in optimizer.param_groups):
+            raise ConfigError(
+                f"--exact with --engine fsdp: the fused {type(optimizer).__name__} rounds by an element's place in its "
+                "shard; use fused=False"
+            )
+
+    @staticmethod
+    def explain_no_backward(*, exact: bool) -> str:
+        if exact:
+            return f"{_NAME} with --exact has no backward outside of its tree"
+        return ""
+
+    @staticmethod
+    def replica_size(options: EngineOptions, world: World) -> int:
+        return replica_size(options, world)
+
+    @staticmethod
+    def has_replicas(options: EngineOptions) -> bool:
+        return options.sharding in ("hybrid", "none")
+
+    @staticmethod
+    def explain_no_undo(optimizer: Optimizer | None) -> str:
+        if not CAN_RESET:
+            return f"{_NAME} cannot leave a step in the middle before torch 2.13; ddp can"
+        if optimizer is not None and not type(optimizer).__module__.startswith("torch.optim."):
+            return (
+                f"with {_NAME}, {type(optimizer).__name__} may exchange between ranks in the middle of its update; "
+                "torch's AdamW does not, nor does ddp"
+            )
+        return ""
+
+    @staticmethod
+    def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+        return leave_groups(model)
+
+    @staticmethod
+    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+        # A reduce-scatter moves half of the bytes of a sum.
+        if options.sharding in ("full", "hybrid"):
+            # Gathered for the forward and for the backward.
+            return 2 * parameters, trained / 2
+        return parameters, trained / 2
+
+    @staticmethod
+    def least_held(options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
+        if options.sharding == "none":
+            return sum(totals)
+        return sum(totals) / (options.shard_size or size)
 
     def _run(self, loss: Tensor, weight: float) -> None:
         if self._usage:
