@@ -25,10 +25,10 @@ from lockstep.engines.base import BareEngine, Engine, ForwardingEngine, bare_eng
 from lockstep.engines.buffers import with_buffers
 from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
+from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context, unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings
 from lockstep.engines.request import Changes, EngineRequest, MakeOptimizer, MakePenalty, OwnState
 from lockstep.engines.wrappers import Copied, Hooked, Remade
 from lockstep.errors import ConfigError
@@ -42,6 +42,7 @@ __all__ = [
     "backward_apart",
     "check_audit",
     "check_copies",
+    "check_embeddings",
     "check_optimizer",
     "check_shares",
     "check_sharing",
@@ -283,14 +284,33 @@ def check_optimizer(name: str, optimizer: Optimizer, *, exact: bool) -> None:
     Args:
         exact: exact mode with several ranks.
     """
-    refused = ENGINES[name].refused
-    for base_class in type(optimizer).__mro__:
-        if base_class.__name__ in refused:
-            raise ConfigError(
-                f"--engine {name} does not work with {type(optimizer).__name__}: {refused[base_class.__name__]}; use "
-                "AdamW, or see docs/engines.md"
-            )
+    known = {kind for entry in ENGINES.values() for kind in entry.refused}
+    # The nearest base class decides, for a subclass of an optimizer.
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in known), "")
+    if why := ENGINES[name].refused.get(kind):
+        raise ConfigError(
+            f"--engine {name} does not work with {type(optimizer).__name__}: {why}; use AdamW, or see docs/engines.md"
+        )
     engine_class(name).check_optimizer(optimizer, exact=exact)
+
+
+def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -> None:
+    """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
+
+    Args:
+        exact: gradients are added in a fixed tree.
+        once: another flag that requires dense gradients; "": none does.
+    """
+    if ENGINES[engine].sparse_gradients and not exact and not once:
+        return
+    why = "--exact" if exact else once or f"--engine {engine}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            weight = f"{name}.weight".lstrip(".")
+            raise ConfigError(
+                f"the gradient of {weight} is sparse, and {why} needs dense ones: build the embedding with "
+                "sparse=False, or use --engine single without --exact"
+            )
 
 
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lockstep.config.engine_options import EngineOptions
 from lockstep.config.sections import Fp16
 from lockstep.distributed.balance import ShareSchedule
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
+from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import name_settings
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.run_state import TrainedSet

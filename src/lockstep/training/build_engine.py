@@ -34,8 +34,8 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
+from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.group_settings import ChangeGroups, GroupSettings, settings_of
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.engines.registry import check_copies, make_engine, model_init, name_of, undo_step
 from lockstep.engines.request import Changes, EngineRequest, OwnState
 from lockstep.errors import ConfigError, LockstepError

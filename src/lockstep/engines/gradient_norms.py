@@ -1,4 +1,9 @@
-"""Take gradient norms by layer or group, and check embeddings with sparse gradients."""
+"""Take the 2-norms of a step's gradient by layer or parameter group: `--log-gradients`.
+
+norms = GradientNorms("layers", 10)     # every tenth step
+norms.begin(step)                       # the engine's `OptimizerStep` takes them if they are due
+norms.found                             # by name
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,14 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.engine_options import ENGINES
 from lockstep.engines.blocks import repeated_layers
-from lockstep.errors import ConfigError
 
 __all__ = [
     "NO_NORMS",
     "GradientNorms",
-    "check_embeddings",
 ]
 
 
@@ -100,22 +102,3 @@ def _by_group(optimizer: Optimizer) -> dict[Tensor, str]:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
-
-
-def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -> None:
-    """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
-
-    Args:
-        exact: gradients are added in a fixed tree.
-        once: another flag that requires dense gradients; "": none does.
-    """
-    if ENGINES[engine].sparse_gradients and not exact and not once:
-        return
-    why = "--exact" if exact else once or f"--engine {engine}"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            weight = f"{name}.weight".lstrip(".")
-            raise ConfigError(
-                f"the gradient of {weight} is sparse, and {why} needs dense ones: build the embedding with "
-                "sparse=False, or use --engine single without --exact"
-            )
