@@ -24,7 +24,7 @@ from lockstep.data.batches import MicroBatch, seed_everything
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
+from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.guards.loss_parameters import LossParameters
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, is_number, number_of

@@ -17,6 +17,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, StepResult, at_rest
 from lockstep.engines.buffers import with_buffers
 from lockstep.engines.registry import undo_step
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
 from lockstep.transforms import Transforms, checkpointed, prepare, recorders, recording
@@ -301,7 +302,7 @@ class Recorder:
 
 
 def alone_with(model):
-    return with_buffers(Recorder(model), model, World(), exact=False)
+    return with_buffers(Recorder(model), model, World(), EngineRequest())
 
 
 def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
@@ -362,7 +363,7 @@ def test_a_nan_of_one_step_is_not_in_the_next():
 def test_a_model_without_batchnorm_costs_nothing():
     model = nn.Linear(3, 3)
     engine = Recorder(model)
-    assert with_buffers(engine, recording(model, fail), World(), exact=False) is engine
+    assert with_buffers(engine, recording(model, fail), World(), EngineRequest()) is engine
     untracked = recording(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), fail)
     assert recorders(untracked) == []
 

@@ -102,7 +102,7 @@ def test_the_two_change_places_and_have_their_bits_again(dtype):
         except KeyError:
             pass
         assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
-    with averaged(made._engine):
+    with averaged(made.inner):
         assert torch.equal(model.weight, before["model/weight"])
 
 

@@ -9,11 +9,12 @@ from support import build, whole
 from toys import train
 
 import lockstep
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines import moving
 from lockstep.engines.base import NOTHING, StepResult
 from lockstep.engines.buffers import as_before, with_buffers
+from lockstep.engines.request import EngineRequest, OwnState
 from lockstep.errors import ConfigError
 
 LENGTH = 200_000
@@ -134,7 +135,7 @@ def moved(made, *weights, limit=math.inf):
 @pytest.mark.parametrize("knows", [True, False])
 def test_only_applied_steps_and_slots_that_count_move_buffers(knows):
     model = Counting()
-    made = with_buffers(Still(model, knows), model, World(), exact=False)
+    made = with_buffers(Still(model, knows), model, World(), EngineRequest())
 
     def by(count):
         return {"mean": count, "scale": count, "calls": count, "wide": count, "still": 0.0}
@@ -161,12 +162,14 @@ def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monke
     monkeypatch.setattr(collectives.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda writers: writers.mul_(2))  # the other writes the same
     world.shapes = {"mean": [7, 3]}
-    made = with_buffers(Still(model, True), model, world, exact=False)
+    made = with_buffers(Still(model, True), model, world, EngineRequest())
     for _ in range(4):
         moved(made, 1.0)
         assert sent == [(torch.float32, 0), (torch.int64, 0), (torch.float64, 0)]
         sent.clear()
-    alone = with_buffers(Still(model, True), model, world, exact=False, shared=False)
+    alone = with_buffers(
+        Still(model, True), model, world, EngineRequest(options=EngineOptions(broadcast_buffers=False))
+    )
     moved(alone, 1.0)
     assert sent == []
 
@@ -191,7 +194,7 @@ class Silent(torch.nn.Module):
 def test_what_is_written_behind_torchs_count_is_a_part_of_the_step_from_the_first_one_on(knows):
     model = Silent()
     del model._buffers["holes"]
-    made = with_buffers(Still(model, knows), model, World(), exact=False)
+    made = with_buffers(Still(model, knows), model, World(), EngineRequest())
     for limit, weights, by in (
         (1.0, (1.0,), 0),  # not applied
         (math.inf, (1.0, 0.0, 1.0), 2),
@@ -203,7 +206,7 @@ def test_what_is_written_behind_torchs_count_is_a_part_of_the_step_from_the_firs
 
 def refused(model, own=None, forward=None):
     """The line with which exact mode on one rank refuses the second step; "" where it takes it."""
-    made = with_buffers(Still(model, True), model, World(), exact=True, own=moving.OwnState(own))
+    made = with_buffers(Still(model, True), model, World(), EngineRequest(exact=1, own=OwnState(own)))
     try:
         for _ in range(4):
             with made.accumulate(True):
@@ -257,7 +260,7 @@ def behind(task, x):
 @pytest.mark.parametrize("write", [in_place, by_another, behind])
 def test_a_task_tensor_that_the_loss_writes_is_a_part_of_the_step(write, knows):
     task, model = Queue(write), torch.nn.Linear(2, 2)
-    made = with_buffers(Still(model, knows), model, World(), exact=False, own=moving.OwnState(task.state_dict))
+    made = with_buffers(Still(model, knows), model, World(), EngineRequest(own=OwnState(task.state_dict)))
 
     def step(*numbers, limit=math.inf, counts=True):
         before = task.queue.tolist()
@@ -287,7 +290,7 @@ def test_a_task_tensor_that_cannot_be_put_back_is_refused_by_name():
 
     def once(write, state=Queue.state_dict):
         task, model = Queue(write), torch.nn.Linear(2, 2)
-        made = with_buffers(Still(model, True), model, World(), exact=False, own=moving.OwnState(lambda: state(task)))
+        made = with_buffers(Still(model, True), model, World(), EngineRequest(own=OwnState(lambda: state(task))))
         with made.accumulate(True):
             made.backward(task.loss(torch.ones(1)))
         made.step()
@@ -328,7 +331,7 @@ def shared(world, names):
     found = []
     for name in names:
         task = Queued(world.rank)
-        settings = {"own": moving.OwnState(task.state_dict)}
+        settings = {"own": OwnState(task.state_dict)}
         made, batches = build(world, task, name, size=4, count=5, **settings)
         train(world, made, batches, task)
         module = next(part for part in made.model.modules() if isinstance(part, Coded))

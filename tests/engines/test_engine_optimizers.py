@@ -8,7 +8,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep.distributed.world import World
-from lockstep.engines.optimizers import check_optimizer
+from lockstep.engines.registry import check_optimizer
 from lockstep.errors import ConfigError
 
 TASK = Ragged()

@@ -20,12 +20,11 @@ from lockstep.config.cli import parse, read_toml, to_toml
 from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
-from lockstep.engines.base import Settings
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.fsdp import apply
 from lockstep.engines.memory import DeviceMemory, Footprint, explained, out_of_memory
-from lockstep.engines.optimizers import REFUSED
 from lockstep.engines.registry import engine, engine_class, model_init, options_for
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.transforms.determinism import check_precision
@@ -143,8 +142,8 @@ def sharded(monkeypatch, world, lines=None, **options):
     monkeypatch.setattr(apply, "fully_shard", lambda module, **given: units.append((module, given)))
     monkeypatch.setattr(apply, "init_device_mesh", lambda kind, shape, **_: SimpleNamespace(shape=shape))
     say = (lines if lines is not None else []).append
-    settings = Settings(0.0, 0, None, None, (), EngineOptions(prefetch=0, **options), say)
-    mesh = apply.shard(model, world, settings)
+    request = EngineRequest(options=EngineOptions(prefetch=0, **options), say=say)
+    mesh = apply.shard(model, world, request)
     assert [module for module, _ in units] == [*model[0], model]
     assert all(given["mesh"] is mesh for _, given in units)
     return [given for _, given in units], mesh.shape
@@ -237,8 +236,8 @@ def _optimizers(world):
 
 def test_optimizers_that_do_not_go_with_an_engine_are_refused():
     for (name, kind), line in run(_optimizers, 2)[0].items():
-        if name in REFUSED[kind][0]:
-            assert names(line, f"--engine {name}", kind, REFUSED[kind][1])
+        if reason := ENGINES[name].refused.get(kind):
+            assert names(line, f"--engine {name}", kind, reason)
         else:
             assert line == ""
 
@@ -253,11 +252,14 @@ def test_exact_fsdp_refuses_a_fused_optimizer():
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-    columns = ["single", "ddp", "zero", "fsdp", "deepspeed", "data-parallel"]
-    for kind, (engines, _) in REFUSED.items():
-        row = next(line for line in text.splitlines() if line.startswith(f"| {kind} "))
-        cells = [cell.strip() for cell in row.split("|")[2:8]]
-        assert cells == ["no" if name in engines else "yes" for name in columns], kind
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    columns = next(row[1:] for row in table if row[0] == "optimizer")
+    assert set(columns) == ENGINES.keys()
+    kinds = {kind for entry in ENGINES.values() for kind in entry.refused}
+    assert kinds
+    for kind in kinds:
+        cells = next(row[1:] for row in table if row[0].split(" ")[0] == kind)
+        assert cells == ["no" if kind in ENGINES[name].refused else "yes" for name in columns], kind
 
 
 def test_engine_options_are_flags_and_a_table_of_the_file(tmp_path):

@@ -15,7 +15,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep.distributed.world import World
-from lockstep.engines.optimizers import check_embeddings
+from lockstep.engines.registry import check_embeddings
 from lockstep.errors import ConfigError, DataError
 
 TASK = Ragged()

@@ -112,7 +112,7 @@ def _unchecked(world):
     made, _ = build(world, Plain("always"), "fsdp", find_unused_parameters="false")
     with pytest.raises(ConfigError) as caught:
         build(world, Plain("always"), "fsdp", find_unused_parameters="true")
-    return made.engine._check is None, str(caught.value)
+    return made.inner._check is None, str(caught.value)
 
 
 def test_who_says_that_all_is_used_is_not_asked_and_a_search_is_refused():

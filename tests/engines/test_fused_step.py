@@ -8,7 +8,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.engines.fused_step import fused_step
-from lockstep.engines.optimizer_step import OptimizerStep, Settings
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec
+from lockstep.engines.request import EngineRequest
 
 
 def made(kind=AdamW, **settings):
@@ -109,7 +110,7 @@ def test_torch_takes_a_step_that_all_optimizers_report_or_a_profiler_sees_or_ano
 def test_a_gradient_below_the_limit_is_left_as_clipping_leaves_it(times):
     torch.manual_seed(0)
     model = nn.Linear(9, 4)
-    update = OptimizerStep(model, SGD(model.parameters(), lr=1.0), Settings(0.7, 0, None, None, (), {}))
+    update = OptimizerStep(model, SGD(model.parameters(), lr=1.0), EngineRequest(clip=0.7), UpdateSpec())
     gradients = [torch.randn_like(p) for p in model.parameters()]
     norm = torch.tensor(0.7 * times)
     expected = [g * torch.clamp(0.7 / (norm + 1e-6), max=1.0) for g in gradients]

@@ -25,6 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.engines.buffers import with_buffers
 from lockstep.engines.registry import engine
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import DataError, DifferenceError, LockstepError
 from lockstep.guards import desync, startup
 from lockstep.guards.desync import word_sum
@@ -355,7 +356,7 @@ def test_buffers_are_put_back_where_a_step_is_not_applied(known):
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     model.register_buffer("table", torch.arange(3))
     plain = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
-    made = with_buffers(Late(plain.engine._engine), model, World(), exact=False)
+    made = with_buffers(Late(plain.inner.inner), model, World(), EngineRequest())
     good = []
     for inputs, limit in (
         ([1.0, 3.0], math.inf),

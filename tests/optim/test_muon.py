@@ -12,7 +12,7 @@ from toys import Ragged
 from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.engines.blocks import repeated_layers
-from lockstep.engines.optimizers import check_optimizer
+from lockstep.engines.registry import check_optimizer
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW

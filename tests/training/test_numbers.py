@@ -443,7 +443,7 @@ def test_engines_without_norms_by_block_are_refused_by_name(tmp_path, engine):
             Net(),
             lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
             World(),
-            gradients=lockstep.engines.optimizers.GradientNorms("layers", 1),
+            gradients=lockstep.engines.gradient_norms.GradientNorms("layers", 1),
         )
 
 

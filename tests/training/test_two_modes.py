@@ -10,7 +10,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.export import export
 from lockstep.config.sections import Optim
-from lockstep.engines.optimizers import check_optimizer
+from lockstep.engines.registry import check_optimizer
 from lockstep.errors import ConfigError
 
 STEPS, SIZE, RATE = 12, 8, 0.5

@@ -1,8 +1,9 @@
 """Define the engines' names, abilities and options, without torch.
 
-The configuration, the help and the errors need them. `engines/registry.py` has the class of each engine.
+The configuration, the help and the errors need them. `engines/registry.py` loads an engine's class by its entry.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -21,10 +22,17 @@ __all__ = [
 ]
 
 
-class EngineSpec(NamedTuple):
-    """What an engine can do.
+_CLOSURE = "it evaluates the loss several times a step, and the engine cannot repeat a pass"
+_SPARSE = "it takes sparse gradients only, and the engine takes dense ones"
+_WHOLE = "its update needs whole matrices, and the engine holds rows of them"
+_IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
+
+
+class EngineEntry(NamedTuple):
+    """What the rest of lockstep knows of an engine, before its module is loaded.
 
     Attributes:
+        path: its module within `lockstep.engines`, and its class: "fsdp.engine:FSDP".
         one_process: it runs in one process at any world size.
         everywhere: it needs no further package and no GPU.
         float64: it can update in float64.
@@ -32,17 +40,21 @@ class EngineSpec(NamedTuple):
         own_gradients: its update uses the gradients that its backward stored, and ignores replaced ones.
         shares: a forward and backward involve no other rank, so ranks may have unequal shares of a step, and one can
             compute another's micro-batch.
-        survives_loss: its states can be on several ranks, or on several groups of ranks (`registry.replica_size`), so
+        survives_loss: its states can be on several ranks, or on several groups of ranks (`BareEngine.replica_size`), so
             that the others can go on if one is lost.
         own_steps: a task may step its optimizers itself.
         block_norms: it can measure the norm of each gradient.
         penalty: a term of the parameters alone can be added once a step.
+        exact_penalty: so it can in exact mode.
         weight_copies: low-precision copies can replace the weights in a forward.
         remade: it can be built again around its model, when the trained parameters have changed.
         places_model: it moves the model to the device itself.
+        sparse_gradients: an embedding may have sparse gradients, without `--exact`.
         quantized: values of --model.load-in whose frozen weights it can hold, besides "full".
+        refused: optimizer classes of torch that do not work with it -> why. docs/engines.md has the same table.
     """
 
+    path: str
     one_process: bool = False
     everywhere: bool = True
     float64: bool = True
@@ -53,24 +65,81 @@ class EngineSpec(NamedTuple):
     own_steps: bool = False
     block_norms: bool = False
     penalty: bool = True
+    exact_penalty: bool = True
     weight_copies: bool = False
     remade: bool = True
     places_model: bool = False
+    sparse_gradients: bool = False
     quantized: tuple[str, ...] = ()
+    refused: Mapping[str, str] = {}
 
 
 _BITS = ("4bit", "8bit")
 ENGINES = {
-    "single": EngineSpec(
-        one_process=True, shares=True, own_steps=True, block_norms=True, weight_copies=True, quantized=_BITS
+    "single": EngineEntry(
+        "single:Single",
+        one_process=True,
+        shares=True,
+        own_steps=True,
+        block_norms=True,
+        weight_copies=True,
+        sparse_gradients=True,
+        quantized=_BITS,
     ),
-    "ddp": EngineSpec(shares=True, survives_loss=True, own_steps=True, block_norms=True, quantized=_BITS),
-    "fsdp": EngineSpec(survives_loss=True, block_norms=True, places_model=True, quantized=("4bit",)),
-    "zero": EngineSpec(shares=True, block_norms=True, quantized=_BITS),
-    "deepspeed": EngineSpec(
-        everywhere=False, float64=False, plain=True, own_gradients=True, penalty=False, remade=False
+    "ddp": EngineEntry(
+        "ddp:DDP",
+        shares=True,
+        survives_loss=True,
+        own_steps=True,
+        block_norms=True,
+        quantized=_BITS,
+        refused={"SparseAdam": _SPARSE},
     ),
-    "data-parallel": EngineSpec(one_process=True, everywhere=False, plain=True),
+    "fsdp": EngineEntry(
+        "fsdp.engine:FSDP",
+        survives_loss=True,
+        block_norms=True,
+        exact_penalty=False,
+        places_model=True,
+        quantized=("4bit",),
+        refused={
+            "LBFGS": _CLOSURE,
+            "SparseAdam": _SPARSE,
+            "Adafactor": _WHOLE,
+            "Rprop": _IN_PLACE,
+            "Muon": _WHOLE,
+        },
+    ),
+    "zero": EngineEntry(
+        "zero:Zero",
+        shares=True,
+        block_norms=True,
+        quantized=_BITS,
+        refused={"LBFGS": _CLOSURE, "SparseAdam": _SPARSE},
+    ),
+    "deepspeed": EngineEntry(
+        "deepspeed.engine:DeepSpeed",
+        everywhere=False,
+        float64=False,
+        plain=True,
+        own_gradients=True,
+        penalty=False,
+        remade=False,
+        refused={
+            "LBFGS": _CLOSURE,
+            "SparseAdam": _SPARSE,
+            "Adafactor": _WHOLE,
+            "Muon": _WHOLE,
+            "MuonAdamW": _WHOLE,
+        },
+    ),
+    "data-parallel": EngineEntry(
+        "data_parallel:DataParallel",
+        one_process=True,
+        everywhere=False,
+        plain=True,
+        refused={"LBFGS": _CLOSURE, "SparseAdam": _SPARSE},
+    ),
 }
 # It splits nothing, and is the reference for all others.
 PLAIN = "single"

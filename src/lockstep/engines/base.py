@@ -1,4 +1,4 @@
-"""The engine protocol, the settings that every engine takes, and the result of its step.
+"""The engine protocol and the result of an engine's step.
 
 An engine owns a model and an optimizer, and knows how both are split over the ranks. It knows nothing of data, the
 loop or files. Shared by the engines: `ScaledBackward` (a backward of a scaled loss), `Penalty` (a term of the loss
@@ -6,39 +6,40 @@ that is added once a step) and `set_extra`.
 """
 
 import importlib
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
 
 from lockstep.config.engine_options import EngineOptions
-from lockstep.config.sections import Fp16
 from lockstep.distributed import collectives
-from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.membership import translate_errors
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
-from lockstep.errors import DataError, LockstepError, error_line, name_settings
+from lockstep.distributed.world import World
+from lockstep.engines.request import EngineRequest, MakeOptimizer, MakePenalty
+from lockstep.errors import DataError, LockstepError, error_line
 from lockstep.tensors import is_dtensor
 
 __all__ = [
     "NOTHING",
+    "BareEngine",
     "Engine",
     "Evaluate",
-    "MakeOptimizer",
-    "MakePenalty",
+    "ForwardingEngine",
+    "Masters",
     "Penalty",
     "ScaledBackward",
-    "Settings",
     "StepResult",
     "at_rest",
+    "bare_engine",
     "set_extra",
 ]
 
@@ -54,19 +55,11 @@ def set_extra(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             module.set_extra_state(tensor)
 
 
-MakeOptimizer = Callable[[nn.Module], Optimizer]
-# The model as its engine holds it -> a 0-dim term that is added to the step's loss once.
-MakePenalty = Callable[[nn.Module], Tensor | None]
-
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class _NormAndApplied(NamedTuple):
-    norm: Tensor
-    applied: bool | None
-
-
-class StepResult(_NormAndApplied):
+@dataclass(frozen=True, slots=True)
+class StepResult:
     """The result of an update: `norm, applied = engine.step()`.
 
     Attributes:
@@ -75,7 +68,13 @@ class StepResult(_NormAndApplied):
         penalty: the value added to the loss once for the step, 0-dim, not read; None: no penalty.
     """
 
+    norm: Tensor
+    applied: bool | None
     penalty: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack the norm and whether the update was applied."""
+        return iter((self.norm, self.applied))
 
 
 class Evaluate(Protocol):
@@ -93,42 +92,6 @@ class Evaluate(Protocol):
         The caller clears `.grad` first. The pass fills it with this rank's gradients; the engine then exchanges them.
         Waits for the device.
         """
-
-
-def _log(line: str) -> None:
-    logging.getLogger("lockstep").info(name_settings(line))
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings shared by all engines.
-
-    Attributes:
-        clip: largest 2-norm of the gradient; 0 does not clip.
-        exact: M, the number of micro-batches in the fixed tree (see engines/exact.py); 0: sum gradients as the backend
-            does.
-        sharing: which micro-batches each rank computes in the current step; None: the same number on every rank.
-        loss_scaling: how to scale the loss for float16, and skip a step whose gradients overflow; None: no scaling.
-        blocks: the model's repeated blocks, in order, where the caller knows them.
-        options: options of this engine.
-        say: reports one line to the user; called on every rank, printed on rank 0.
-        gradients: takes gradient norms by block, in the steps that log them.
-        penalty: computes a term of the loss from the parameters, added once a step; None: no penalty.
-        once: the flag that rules out an optimizer that repeats a step's pass; "": none does.
-        wrapper: the wrapper that a former engine put around the model, reused because the caller may hold it.
-    """
-
-    clip: float
-    exact: int
-    sharing: ShareSchedule | None
-    loss_scaling: Fp16 | None
-    blocks: tuple[nn.Module, ...]
-    options: EngineOptions
-    say: Callable[[str], None] = _log
-    gradients: GradientNorms = NO_NORMS
-    penalty: MakePenalty | None = None
-    once: str = ""
-    wrapper: nn.Module | None = None
 
 
 class Engine(Protocol):
@@ -197,6 +160,181 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state; tensors that `state_dict()` itself returned are already in place."""
+
+
+class Masters(Protocol):
+    """The master weights that an optimizer updates, where they are not the model's parameters."""
+
+    def parts(self) -> list[Tensor]:
+        """Return this rank's parts, which the optimizer updates in place."""
+
+    def named(self) -> dict[str, Tensor]:
+        """Return copies of the trained weights by parameter name, as in `state_dict()`. Collective."""
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of `named`, or plain tensors that every rank holds whole. Collective."""
+
+    def show(self) -> None:
+        """Copy the master weights into the model's parameters. Collective."""
+
+
+class BareEngine(Engine):
+    """The base of the engines: a model split over the ranks, without wrappers.
+
+    The static methods answer for an engine that is not built yet. The defaults are those of whole replicas of the
+    model.
+
+    Args:
+        model: the plain module.
+        optimizer: builds the optimizer from the model as the engine holds it.
+        world: the ranks.
+        request: checked by `registry.make_engine`.
+
+    Attributes:
+        masters: the weights that the optimizer updates, where they are not the model's parameters.
+    """
+
+    masters: Masters | None = None
+
+    @abstractmethod
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None: ...
+
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def apart(self) -> AbstractContextManager[Callable[[Tensor, float], None]]:
+        """Return a context with a backward (loss, weight) outside of steps, which leaves no trace but `.grad`.
+
+        With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
+        """
+        return nullcontext(_backward)
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return totals of the copies that updates have replaced, by parameter; {}: its updates replace none."""
+        return {}
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        """Raise ConfigError if the optimizer does not work with this engine.
+
+        Args:
+            exact: exact mode with several ranks.
+        """
+
+    @staticmethod
+    def check_planned(options: EngineOptions) -> None:
+        """Raise ConfigError if the engine's memory cannot be estimated without its devices."""
+
+    @staticmethod
+    def explain_no_backward(*, exact: bool) -> str:
+        """Return why it has no backward outside of a step; "": see `apart`.
+
+        Args:
+            exact: it sums the gradients of several ranks in the fixed tree.
+        """
+        return ""
+
+    @staticmethod
+    def replica_size(options: EngineOptions, world: World) -> int:
+        """Return the number of ranks that together have one copy of the states."""
+        return 1
+
+    @staticmethod
+    def has_replicas(options: EngineOptions) -> bool:
+        """Whether the options leave more than one copy of the states, if the engine survives the loss of a rank."""
+        return True
+
+    @staticmethod
+    def explain_no_undo(optimizer: Optimizer | None) -> str:
+        """Return why it cannot leave a step in the middle after a rank failed; "": it can."""
+        return ""
+
+    @staticmethod
+    def leave_groups(model: nn.Module) -> list[ProcessGroup]:
+        """Discard what the engine left in its model after a rank failed; return the groups to leave."""
+        return []
+
+    @staticmethod
+    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+        """Return the bytes that a rank gathers per micro-batch and sums per step.
+
+        Args:
+            options: the engine's.
+            parameters: bytes of the model's parameters.
+            trained: bytes of those that are trained.
+        """
+        return 0.0, trained
+
+    @staticmethod
+    def least_held(options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
+        """Return a lower bound of a rank's bytes at the end of a backward.
+
+        Args:
+            options: the engine's.
+            size: the number of ranks.
+            totals: bytes of parameters, gradients and optimizer states of the whole model.
+        """
+        return sum(totals)
+
+
+def _backward(loss: Tensor, weight: float) -> None:
+    # torch gives `backward` no types.
+    loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+
+
+class ForwardingEngine:
+    """An engine around another one, to which it passes every call; a subclass overrides what it changes.
+
+    Attributes:
+        inner: the engine inside it.
+        model: that of `inner`.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.model: nn.Module = inner.model
+
+    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        return self.inner.accumulate(last, counts)
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        self.inner.backward(loss, weight)
+
+    def step(
+        self,
+        factor: float | None = None,
+        limit: float = math.inf,
+        momentum: float | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> StepResult:
+        return self.inner.step(factor, limit, momentum, evaluate)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        self.inner.rehearse(loss)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+    def undo_step(self) -> None:
+        """Undo an unfinished step, except changes to parameters."""
+        if isinstance(self.inner, ForwardingEngine):
+            self.inner.undo_step()
+
+    def kinds(self) -> dict[str, str]:
+        """Map the state's name to a description, for tensors that forwards write and unfrozen parameters."""
+        if isinstance(self.inner, ForwardingEngine):
+            return self.inner.kinds()
+        return {}
+
+
+def bare_engine(engine: Engine) -> Engine:
+    """Return the engine inside all wrappers."""
+    while isinstance(engine, ForwardingEngine):
+        engine = engine.inner
+    return engine
 
 
 def at_rest(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Make a model's buffers part of the step: a skipped update leaves them unchanged.
 
-    engine = with_buffers(engine, model, world, exact=False)        # unchanged for a model without buffers
+    engine = with_buffers(engine, model, world, request)        # unchanged for a model without buffers
 
 Where only the device knows whether an update was applied, the device decides in the same step, so no later read has to
 correct anything. BatchNorm's running statistics are replayed over all ranks' micro-batches (see batchnorm.py). Other
@@ -11,7 +11,7 @@ DistributedDataParallel (see moving.py). State by sample or stream is merged (se
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.engines.moving import Moving, Own, OwnState
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
+from lockstep.engines.moving import Moving
+from lockstep.engines.request import EngineRequest, Own
 from lockstep.errors import ConfigError
 from lockstep.transforms.batchnorm import Recording, Synchronised, recorders
 
@@ -160,38 +161,26 @@ def _not_none(tensors: list[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def with_buffers(
-    engine: Engine,
-    model: nn.Module,
-    world: World,
-    *,
-    exact: bool,
-    shared: bool = True,
-    sharing: ShareSchedule | None = None,
-    own: OwnState | None = None,
-) -> Engine:
+def with_buffers(engine: Engine, model: nn.Module, world: World, request: EngineRequest) -> Engine:
     """Wrap the engine so that its steps include the buffers of `model` (the plain module).
 
-    Args:
-        exact: refuse a forward that writes buffers, since their values then depend on which rank computes what.
-        shared: after each step, buffers that forwards write get rank 0's values on all ranks.
-        sharing: the number of forwards of each rank; None: the same on all.
-        own: the task's own tensors, which are treated the same; None: there is no task.
+    In exact mode a forward must not write buffers, since their values then depend on which rank computes what. Else
+    they get rank 0's values on all ranks after each step, with the option `broadcast_buffers`. The task's own tensors
+    are treated the same.
     """
-    moving = Moving(model, own or OwnState(), world, exact, shared)
+    moving = Moving(model, request.own, world, bool(request.exact), request.options.broadcast_buffers)
     if not len(moving):
         return engine
     layers = recorders(model)
-    return Buffered(engine, Replay(layers, world, sharing) if layers else None, moving)
+    return Buffered(engine, Replay(layers, world, request.sharing) if layers else None, moving)
 
 
 @final
-class Buffered:
+class Buffered(ForwardingEngine):
     """An engine whose skipped steps leave the model's buffers unchanged."""
 
     def __init__(self, engine: Engine, replay: Replay | None, buffers: Moving) -> None:
-        self.model: nn.Module = engine.model
-        self._engine = engine
+        super().__init__(engine)
         self._replay = replay
         self._buffers = buffers
         self._in_step = False  # from a step's first micro-batch to its end
@@ -210,7 +199,7 @@ class Buffered:
         self._buffers.begin_slot()
         self._counts = counts
         self._is_last = last
-        inner = self._engine.accumulate(last, counts)
+        inner = self.inner.accumulate(last, counts)
         if counts:
             return inner
         return self._discard(inner)
@@ -229,12 +218,12 @@ class Buffered:
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if not self._counts:
-            self._engine.backward(loss, weight)
+            self.inner.backward(loss, weight)
             return
         # Take the statistics before the backward, which may recompute the forward.
         if self._replay:
             self._replay.take(weight)
-        self._engine.backward(loss, weight)
+        self.inner.backward(loss, weight)
         if weight == 0.0:
             self._buffers.undo_slot()
         else:
@@ -256,7 +245,7 @@ class Buffered:
             self._replay.finish()  # collective
         # All ranks. Before the update: if a rank fails, either all ranks have updated or none has.
         self._buffers.share()  # collective
-        result = self._engine.step(factor, limit, momentum, evaluate)
+        result = self.inner.step(factor, limit, momentum, evaluate)
         self._in_step = False
         self._buffers.end(result, limit)
         # In a loop that does not call `accumulate` the next step begins here.
@@ -266,22 +255,13 @@ class Buffered:
 
     def undo_step(self) -> None:
         """Restore what the forwards of an unfinished step changed."""
+        super().undo_step()
         if self._in_step:
             self._in_step = False
             self._buffers.put_back()
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self._engine.rehearse(loss)
-
     def kinds(self) -> dict[str, str]:
-        """Map the state's name to a description, for every tensor that forwards have written."""
-        return self._buffers.kinds()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._engine.load_state_dict(state)
+        return super().kinds() | self._buffers.kinds()
 
 
 @contextmanager

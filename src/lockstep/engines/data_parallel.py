@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
+from lockstep.engines.base import BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
-from lockstep.engines.optimizer_step import OptimizerStep, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError
 
 __all__ = ["DataParallel"]
@@ -20,7 +21,7 @@ _NAME = "--engine data-parallel"
 
 
 @final
-class DataParallel:
+class DataParallel(BareEngine):
     """The engine `data-parallel`.
 
     Raises:
@@ -28,7 +29,7 @@ class DataParallel:
             (autocast, compile), which its copies would not follow.
     """
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         count = torch.cuda.device_count()
         if count < 2:
             raise ConfigError(
@@ -36,14 +37,14 @@ class DataParallel:
             )
         if world.size > 1:
             raise ConfigError(f"--engine data-parallel runs in one process, not {world.size}; use --engine ddp")
-        if settings.exact:
+        if request.exact:
             raise ConfigError(
                 "--exact does not work with --engine data-parallel, which splits micro-batches; use --engine ddp"
             )
         # torch copies a model for each GPU attribute by attribute, so the copies would share a replaced forward.
         if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None):
             raise ConfigError("--engine data-parallel cannot copy a model with autocast or --compile; use --engine ddp")
-        settings.say(
+        request.say(
             "--engine data-parallel copies the model to every GPU in every forward and drives all of them from one "
             "Python thread's lock: --engine ddp is faster and uses memory evenly"
         )
@@ -52,11 +53,9 @@ class DataParallel:
         self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001
         instance = optimizer(model)
         parameters = trained(model, instance)
-        self._update = OptimizerStep(model, instance, settings, cleared=parameters, once=_NAME, dense=_NAME)
+        spec = UpdateSpec(parameters, single_pass_flag=_NAME, dense_flag=_NAME)
+        self._update = OptimizerStep(model, instance, request, spec)
         self._roots = ScaledBackward()
-
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._roots.run(loss, self._update.scale * weight)
@@ -78,3 +77,10 @@ class DataParallel:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._update.load_state_dict(self._module, state)
+
+    @staticmethod
+    def check_planned(options: EngineOptions) -> None:
+        raise ConfigError(
+            "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
+            "forward; plan --engine ddp instead"
+        )

@@ -22,16 +22,17 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
-from lockstep.engines.optimizer_step import OptimizerStep, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import as_bytes
 
 __all__ = [
+    "COMPRESSION_DTYPES",
     "DDP",
-    "HALVES",
     "GradientUsage",
     "ReplicatedEngine",
     "averaged",
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Values of --engine.compression -> dtype of the exchange.
+COMPRESSION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # torch exports GradBucket at run time only, so mypy does not find the name.
@@ -223,7 +225,7 @@ class ReplicatedEngine:
         module: on `world.device`.
         parameters: those whose gradients are exchanged.
         world: joined through a launcher.
-        settings: with DDP's options.
+        request: with DDP's options.
 
     Attributes:
         model: call this for the forward.
@@ -233,13 +235,13 @@ class ReplicatedEngine:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, parameters: list[Tensor], world: World, settings: Settings
+        self, name: str, module: nn.Module, parameters: list[Tensor], world: World, request: EngineRequest
     ) -> None:
         check_launched(name, world)
         self._name = name
         self._module = module
         self._world = world
-        self._settings = settings
+        self._request = request
         self._parameters = parameters
         self._roots = ScaledBackward()
         self._tree: Tree | None = None
@@ -252,14 +254,14 @@ class ReplicatedEngine:
         self._by_hand = False  # gradients are summed after the backward, not by DDP
         # The first backward of a static graph must be exchanged. Exchanging after every micro-batch is safe, since
         # averaging a mean leaves it unchanged.
-        self._sync_always = settings.options.static_graph
-        if settings.exact:
+        self._sync_always = request.options.static_graph
+        if request.exact:
             self._build_tree()
         else:
             # All ranks start with rank 0's buffers. DDP's constructor broadcasts the parameters.
             send_from_rank_0(module.buffers())
-            self._wrap(settings.options.find_unused_parameters == "true")
-            if not settings.options.static_graph:
+            self._wrap(request.options.find_unused_parameters == "true")
+            if not request.options.static_graph:
                 self._usage = GradientUsage(self._trained_parameters(), world)
         self.model: nn.Module = self._ddp or module
 
@@ -281,7 +283,7 @@ class ReplicatedEngine:
                 self._tree.push()
             return
         # Scaling the root by the world size undoes DDP's division at no cost.
-        self._roots.run(loss, scale if self._settings.loss_scaling else scale * self._world.size)
+        self._roots.run(loss, scale if self._request.loss_scaling else scale * self._world.size)
         if self._last:
             self._complete_reduction()
 
@@ -305,8 +307,8 @@ class ReplicatedEngine:
             if self._usage:
                 self._usage.begin()
         # The static graph has recorded the rehearsal's backward as its first one, so it must be rebuilt.
-        if ddp is not None and self._settings.options.static_graph:
-            self._wrap(self._settings.options.find_unused_parameters == "true")
+        if ddp is not None and self._request.options.static_graph:
+            self._wrap(self._request.options.find_unused_parameters == "true")
             self._sync_always = True
 
     @contextmanager
@@ -329,7 +331,7 @@ class ReplicatedEngine:
             self._finish_first_step(self._usage)
         elif self._by_hand:
             self._sum_by_hand()
-        elif self._settings.loss_scaling:
+        elif self._request.loss_scaling:
             # With loss scaling the root must not grow with the ranks, or float16 would overflow sooner. Multiply
             # afterwards instead.
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._world.size)
@@ -339,19 +341,19 @@ class ReplicatedEngine:
         return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
 
     def _build_tree(self) -> None:
-        if self._settings.options.compression in HALVES:
+        if self._request.options.compression in COMPRESSION_DTYPES:
             raise ConfigError(
                 "--exact does not work with --engine.compression, whose rounding depends on the world size; drop one"
             )
         same_start(self._module)
-        self._tree = Tree(self._parameters, self._settings.exact, self._world, self._settings.sharing)
+        self._tree = Tree(self._parameters, self._request.exact, self._world, self._request.sharing)
 
     def _wrap(self, find_unused: bool) -> None:
         """Build the DDP object, or rebuild it in place: the loop holds a reference."""
-        options = self._settings.options
+        options = self._request.options
         device = self._world.device
         buffer_option: dict[str, Any] = {_BUFFER_OPTION: False}
-        former = self._ddp or self._settings.wrapper
+        former = self._ddp or self._request.wrapper
         # Keep the object: the loop holds a reference. Running its constructor again rebuilds the reducer.
         ddp = former if isinstance(former, DistributedDataParallel) else None
         ddp = ddp or DistributedDataParallel.__new__(DistributedDataParallel)
@@ -371,8 +373,8 @@ class ReplicatedEngine:
                 bucket_cap_mb=bucket,
                 **buffer_option,  # engines/buffers.py sends those that a forward writes, once a step
             )
-        if options.compression in HALVES:
-            ddp.register_comm_hook(HALVES[options.compression], averaged)
+        if options.compression in COMPRESSION_DTYPES:
+            ddp.register_comm_hook(COMPRESSION_DTYPES[options.compression], averaged)
         if find_unused:
             _silence_unused_warning(ddp)
         # A forward outside of steps, such as an evaluation's, is followed by no backward.
@@ -382,7 +384,7 @@ class ReplicatedEngine:
     def _finish_first_step(self, usage: GradientUsage) -> None:
         names = usage.missed(self._backwards)  # collective
         is_reentrant, is_repeated = usage.check_reentrant()  # collective
-        mode = self._settings.options.find_unused_parameters
+        mode = self._request.options.find_unused_parameters
         usage.close()
         # The first step exchanges by hand: no reducer can know yet which parameters stay unused.
         self._usage = None
@@ -393,19 +395,19 @@ class ReplicatedEngine:
         # checkpoint hides.
         self._by_hand = is_repeated or (is_reentrant and (bool(names) or mode == "true"))
         if self._by_hand:
-            self._settings.say(
+            self._request.say(
                 f"--engine {self._name}: reentrant checkpoints with shared or unused parameters, so gradients are "
                 "summed after each step's last backward, not during it; checkpoint(use_reentrant=False) is faster"
             )
         elif names and mode == "auto":
-            self._settings.say(
+            self._request.say(
                 f"--engine {self._name}: {len(names)} parameters are not used by every micro-batch "
                 f"({listed(names)}); turned on --engine.find-unused-parameters, which searches each graph"
             )
             self._wrap(True)  # gradients are kept
 
     def _sum_by_hand(self) -> None:
-        sum_by_hand([p for _, p in self._trained_parameters()], self._world, self._settings.options.compression)
+        sum_by_hand([p for _, p in self._trained_parameters()], self._world, self._request.options.compression)
 
     def _missed_error(self, names: list[str]) -> LockstepError:
         return LockstepError(
@@ -426,7 +428,7 @@ class ReplicatedEngine:
         missed = self._missed_parameters()
         if not missed:
             return
-        options = self._settings.options
+        options = self._request.options
         if options.find_unused_parameters != "auto" or options.static_graph:
             raise self._missed_error([name for name, _ in missed])
         parameters = [parameter for _, parameter in missed]
@@ -568,8 +570,8 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
         # A cast of a complex tensor would drop its imaginary parts.
         numbers = torch.view_as_real(flat) if flat.is_complex() else flat
         # Divide before a sum in half precision, so that the sum has the magnitude of one gradient.
-        if compression in HALVES:
-            sent = (numbers / world.size).to(HALVES[compression])
+        if compression in COMPRESSION_DTYPES:
+            sent = (numbers / world.size).to(COMPRESSION_DTYPES[compression])
         else:
             sent = numbers
         # All ranks, once per bucket; only in the first step, or with reentrant checkpoints.
@@ -597,24 +599,22 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @final
-class DDP:
+class DDP(BareEngine):
     """The engine `ddp`. Raises ConfigError without a launcher."""
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         self._module = model
         instance = optimizer(model)
         parameters = trained(model, instance)
-        self._replicas = ReplicatedEngine("ddp", model, parameters, world, settings)
-        self._update = OptimizerStep(
-            model,
-            instance,
-            settings,
-            cleared=parameters,
-            fixed=True,
+        self._replicas = ReplicatedEngine("ddp", model, parameters, world, request)
+        spec = UpdateSpec(
+            parameters,
+            is_fixed=True,
             exchange=self._replicas.finish,
-            shared=world.size > 1,
-            dense="--engine ddp",
+            has_peers=world.size > 1,
+            dense_flag="--engine ddp",
         )
+        self._update = OptimizerStep(model, instance, request, spec)
         self.model = self._replicas.model
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:

@@ -11,17 +11,16 @@ whether a step was skipped, the device decides: nothing here waits for it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.read import AVERAGE
-from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.engines.buffers import Buffered
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, Masters, StepResult
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.modes import evaluation_weights
 from lockstep.engines.wrappers import Remade
@@ -38,24 +37,8 @@ __all__ = [
 _COUNT = "averaging/updates"
 
 
-class Masters(Protocol):
-    """The master weights that an optimizer updates, where they are not the model's parameters."""
-
-    def parts(self) -> list[Tensor]:
-        """Return this rank's parts, which the optimizer updates in place."""
-
-    def named(self) -> dict[str, Tensor]:
-        """Return copies of the trained weights by parameter name, as in `state_dict()`. Collective."""
-
-    def take(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `named`, or plain tensors that every rank holds whole. Collective."""
-
-    def show(self) -> None:
-        """Copy the master weights into the model's parameters. Collective."""
-
-
 @final
-class EMAEngine:
+class EMAEngine(ForwardingEngine):
     """An engine whose applied steps also update an average of the trained parameters.
 
     The average is float32, or float64 where a parameter is, and placed like the parameters: whole or sharded.
@@ -79,9 +62,8 @@ class EMAEngine:
         rested: Collection[str] = (),
         optimizer: Optimizer | None = None,
     ) -> None:
-        self.model: nn.Module = engine.model
+        super().__init__(engine)
         self._optimizer = optimizer
-        self._engine = engine
         self._decay = decay
         self._masters = masters
         names = set(rested)
@@ -96,12 +78,6 @@ class EMAEngine:
         device = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
         self._updates = torch.zeros((), dtype=torch.float64, device=device)
 
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return self._engine.accumulate(last, counts)
-
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._engine.backward(loss, weight)
-
     def step(
         self,
         factor: float | None = None,
@@ -109,22 +85,11 @@ class EMAEngine:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        result = self._engine.step(factor, limit, momentum, evaluate)
+        result = self.inner.step(factor, limit, momentum, evaluate)
         if result.applied is not False:
             with evaluation_weights(self._optimizer):
                 self._learn(result.norm < limit if result.applied is None else torch.ones((), dtype=torch.bool))
         return result
-
-    def undo_step(self) -> None:
-        """See `Buffered.undo_step`."""
-        if isinstance(self._engine, Buffered):
-            self._engine.undo_step()
-
-    def kinds(self) -> dict[str, str]:
-        """See `Buffered.kinds`."""
-        if isinstance(self._engine, Buffered):
-            return self._engine.kinds()
-        return {}
 
     @torch.no_grad()
     def _learn(self, applied: Tensor) -> None:
@@ -176,16 +141,13 @@ class EMAEngine:
                     else:
                         parameter.copy_(original)
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self._engine.rehearse(loss)
-
     def state_dict(self) -> dict[str, Tensor]:
-        return self._engine.state_dict() | self._average_state()
+        return self.inner.state_dict() | self._average_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state; one without an average restarts the average at the weights."""
         engine_state = without_average(state)
-        self._engine.load_state_dict(engine_state)
+        self.inner.load_state_dict(engine_state)
         entries = {name: tensor for name, tensor in state.items() if name not in engine_state}
         present_average = self._average_state()
         if entries and entries.keys() != present_average.keys():
@@ -229,7 +191,7 @@ def averaged(engine: Engine, optimizer: Optimizer | None = None) -> AbstractCont
     Args:
         optimizer: of the engine: without an average the model gets its weights for evaluation, if it has any.
     """
-    inner = engine.engine if isinstance(engine, Remade) else engine
+    inner = engine.inner if isinstance(engine, Remade) else engine
     if isinstance(inner, EMAEngine):
         return inner.averaged()
     return evaluation_weights(optimizer)

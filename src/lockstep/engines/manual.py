@@ -18,14 +18,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, StepResult
 from lockstep.engines.buffers import Replay
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.moving import differing
 from lockstep.engines.optimizer_step import total_norm
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import materialise, named_state, restore_state
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.hooks import Clip, OwnSteps
+from lockstep.hooks import Clip
 from lockstep.optim.optimizers import Several
 from lockstep.transforms.batchnorm import Recording, recorders
 
@@ -73,13 +74,12 @@ class _BufferStart(NamedTuple):
 
 
 @final
-class Manual:
+class Manual(BareEngine):
     """The engine for `task.own_steps`. Raises ConfigError with float16's loss scaling."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings, own: OwnSteps
-    ) -> None:
-        if settings.loss_scaling:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
+        assert request.own_steps is not None
+        if request.loss_scaling:
             raise ConfigError(
                 "--precision fp16 does not work with a task that steps its optimizers itself: use bf16 or float32"
             )
@@ -91,11 +91,11 @@ class Manual:
         else:
             self._optimizer = Several([instance])
         self._world = world
-        self._own_steps = own
-        self._exact = settings.exact
-        self._sharing = settings.sharing
+        self._own_steps = request.own_steps
+        self._exact = request.exact
+        self._sharing = request.sharing
         layers = recorders(model)
-        self._replay = Replay(layers, world, settings.sharing) if layers else None
+        self._replay = Replay(layers, world, request.sharing) if layers else None
         self._weights: list[float] = []
         self._blank = False
         self._squares: list[Tensor] = []
@@ -103,9 +103,6 @@ class Manual:
         self._steps = 0
         # Indices in `_plain_buffers` of buffers that are written without the version counter.
         self._silent: set[int] = set()
-
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._weights.append(weight)

@@ -11,9 +11,9 @@ The first two steps find by value which of them a forward writes: writes through
 torch's version counter. A tensor that changes without the counter counts as written in every later step.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
+from lockstep.engines.request import Own, OwnState
 from lockstep.engines.sample_state import SampleState, changed_elements, is_by_rows
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import as_bytes
@@ -29,27 +30,8 @@ from lockstep.transforms.batchnorm import Recording
 
 __all__ = [
     "Moving",
-    "Own",
-    "OwnState",
     "differing",
 ]
-
-
-Own = Callable[[], Mapping[str, Tensor]]
-
-
-class OwnState(NamedTuple):
-    """Tensors of a task that forwards may write.
-
-    Attributes:
-        tensors: returns the task's own tensors by name; None: it has none.
-        alike: what is written to them is the same on every rank, as by `step_loss`.
-        by_sample: names of them, and of the model's buffers, that have rows by sample or stream.
-    """
-
-    tensors: Own | None = None
-    alike: bool = False
-    by_sample: Collection[str] = ()
 
 
 _CHECKED = 2  # first steps, in which writes by forwards are detected

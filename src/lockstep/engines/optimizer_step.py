@@ -6,7 +6,8 @@ device. `total_norm`, `norms_of` and `combined` compute norms.
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.config.sections import Fp16
-from lockstep.engines.base import NOTHING, Evaluate, Penalty, Settings, StepResult
+from lockstep.engines.base import NOTHING, Evaluate, Penalty, StepResult
 from lockstep.engines.closure import (
     Alone,
     Closure,
@@ -27,12 +28,14 @@ from lockstep.engines.closure import (
 )
 from lockstep.engines.fused_step import fused_step
 from lockstep.engines.group_settings import settings_of
+from lockstep.engines.request import EngineRequest
 from lockstep.engines.state_dict import Snapshot, drop_states, materialise, named_state, restore_state
 from lockstep.errors import ConfigError, LockstepError
 
 __all__ = [
     "LossScale",
     "OptimizerStep",
+    "UpdateSpec",
     "combined",
     "norms_of",
     "total_norm",
@@ -214,8 +217,39 @@ def _overflow_error(scale: float) -> LockstepError:
     )
 
 
-Norm = Callable[[list[Tensor]], Tensor]
 _IS_SPARSE = attrgetter("is_sparse")
+
+
+Norm = Callable[[list[Tensor]], Tensor]
+Norms = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpec:
+    """How an engine's gradients are stored, and what its update supports.
+
+    Attributes:
+        parameters: their gradients are cleared after a step, besides the optimizer's, see `trained`.
+        is_fixed: only gradients of `parameters` are exchanged, so a group added later may have no other ones.
+        norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank. None:
+            gradients are whole.
+        norms: computes the norm of each gradient, the same on every rank; None: gradients are whole.
+        local: returns the plain tensor behind a gradient; None: gradients are plain.
+        exchange: sums `.grad` over the ranks after a pass that an optimizer repeats. Collective.
+        has_peers: other ranks take part in such a pass, so a failed one restores the parameters.
+        single_pass_flag: the flag that rules out repeating a pass; "": none does.
+        dense_flag: the flag that requires dense gradients; "": none does.
+    """
+
+    parameters: Sequence[Tensor] = ()
+    is_fixed: bool = False
+    norm: Norm | None = None
+    norms: Norms | None = None
+    local: Callable[[Tensor], Tensor] | None = None
+    exchange: Callable[[], None] = lambda: None
+    has_peers: bool = False
+    single_pass_flag: str = ""
+    dense_flag: str = ""
 
 
 class OptimizerStep:
@@ -226,16 +260,8 @@ class OptimizerStep:
     Args:
         model: the plain module.
         optimizer: its groups' `lr` are the base rates, see `GroupSettings`.
-        settings: gives clip, loss scaling, penalty and gradient norms.
-        norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank.
-        norms: computes the norm of each gradient, the same on every rank; None: gradients are whole.
-        local: returns the plain tensor behind a gradient; None: gradients are plain.
-        cleared: parameters whose gradients a step clears, see `trained`; None: the optimizer's.
-        fixed: only gradients of `cleared` are exchanged, so a group added later may have no other parameters.
-        exchange: sums `.grad` over the ranks after a pass that an optimizer repeats. Collective.
-        shared: other ranks take part in such a pass, so a failed one restores the parameters.
-        once: the flag that rules out repeating a pass; "": none does.
-        dense: the flag that requires dense gradients; "": none does.
+        request: gives clip, loss scaling, penalty and gradient norms.
+        spec: what the engine decides.
 
     Attributes:
         parameters: the optimizer's, in the order of the norm, which decides its bits: see `_in_model_order`.
@@ -248,38 +274,21 @@ class OptimizerStep:
 
     on_device: ClassVar[bool | None] = None
 
-    # PLR0913: what an engine decides about its step, given once by each engine.
-    def __init__(  # noqa: PLR0913
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        settings: Settings,
-        norm: Norm | None = None,
-        local: Callable[[Tensor], Tensor] | None = None,
-        cleared: list[Tensor] | None = None,
-        fixed: bool = False,
-        norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
-        exchange: Callable[[], None] = lambda: None,
-        shared: bool = False,
-        once: str = "",
-        dense: str = "",
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, request: EngineRequest, spec: UpdateSpec) -> None:
         self.model = model
-        self._exchange = exchange
-        self._shared = shared
-        if settings.loss_scaling:
-            fp16 = "the loss scaling of --precision fp16"
-        else:
-            fp16 = ""
-        self._single_pass_flag = once or settings.once or fp16
-        self._dense_flag = dense
-        self._penalty = Penalty(settings.penalty, model) if settings.penalty else None
+        self._exchange = spec.exchange
+        self._has_peers = spec.has_peers
+        self._single_pass_flag = spec.single_pass_flag or request.single_pass_flag
+        if request.loss_scaling and not self._single_pass_flag:
+            self._single_pass_flag = "the loss scaling of --precision fp16"
+        self._dense_flag = spec.dense_flag
+        self._penalty = Penalty(request.penalty, model) if request.penalty else None
         self.optimizer = optimizer
-        self._clip = settings.clip
-        self._norm = norm or total_norm
-        self._local = local
-        self._by_block = settings.gradients
-        self._norms = norms or norms_of
+        self._clip = request.clip
+        self._norm = spec.norm or total_norm
+        self._local = spec.local
+        self._by_block = request.gradients
+        self._norms = spec.norms or norms_of
         # torch's fused optimizers skip an update where `found_inf` is 1, as with its GradScaler.
         # ZeroRedundancyOptimizer has the optimizer inside.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)
@@ -294,14 +303,14 @@ class OptimizerStep:
         self._group_settings = settings_of(optimizer)
         self._groups: list[dict[str, Any]] = []
         self.parameters: list[Tensor] = []
-        self._cleared = dict.fromkeys(cleared or ())
-        self._fixed = fixed
+        self._cleared = dict.fromkeys(spec.parameters)
+        self._is_fixed = spec.is_fixed
         self._take_groups()
         self._scaler: LossScale | DeviceLossScale | None = None
-        if settings.loss_scaling and self._device_decides():
-            self._scaler = DeviceLossScale(settings.loss_scaling, self.parameters[0].device)
-        elif settings.loss_scaling:
-            self._scaler = LossScale(settings.loss_scaling)
+        if request.loss_scaling and self._device_decides():
+            self._scaler = DeviceLossScale(request.loss_scaling, self.parameters[0].device)
+        elif request.loss_scaling:
+            self._scaler = LossScale(request.loss_scaling)
 
     def _device_decides(self) -> bool:
         """Whether the device decides: not for parameters offloaded to the host, or on both."""
@@ -315,7 +324,7 @@ class OptimizerStep:
         fresh = self.optimizer.param_groups[len(self._groups) :]
         # The order decides the bits of the norm, so every engine uses the model's.
         held = _in_model_order(self.model, self.optimizer)
-        if self._fixed and not self._cleared.keys() >= set(held):
+        if self._is_fixed and not self._cleared.keys() >= set(held):
             raise LockstepError(
                 "a parameter group was added whose parameters did not require gradients when the engine was built, so "
                 "their gradients are not exchanged; unfreeze them, then rebuild the engine"
@@ -369,10 +378,7 @@ class OptimizerStep:
             self._scaler.learn(norm, bool(applied))
         for parameter in self._cleared:
             parameter.grad = None
-        result = StepResult(norm, applied)
-        if penalty is not None:
-            result.penalty = penalty
-        return result
+        return StepResult(norm, applied, penalty)
 
     @property
     def scale(self) -> float | Tensor:
@@ -409,7 +415,7 @@ class OptimizerStep:
             self.parameters, repeat if self._silent_writes else first, repeat, suspicious=self._write_checks < 2
         )
         # If another rank fails within a repeated pass, this rank leaves its step in the middle and must undo it.
-        if self._shared and self._repeats is not False:
+        if self._has_peers and self._repeats is not False:
             snapshot = Snapshot(self.optimizer, self.parameters)
         else:
             snapshot = None

@@ -1,39 +1,36 @@
-"""Build an engine by name, check what it supports, and estimate its memory and traffic.
+"""Build an engine by name, and check what it supports.
 
-for name, options in variants(size, options): ...
-gathered, summed = exchanged(name, options, parameters, trained)
+engine = make_engine("ddp", model, make_optimizer, world, request)
+reason = engine_class("ddp").explain_no_backward(exact=True)
 
-`engine` builds one. The `check_*` functions refuse settings that it does not support. `variants`, `exchanged` and
-`least_held` serve `lockstep plan`: they calculate what engines hold and send, before any is built.
+`engine` is the front for users. The `check_*` functions refuse what an engine does not support. `engine_class` answers
+for an engine that is not built yet, by the static methods of `BareEngine`. `variants` serves `lockstep plan`.
 """
 
 import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lockstep.config.deepspeed import read_json
 from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
 from lockstep.config.schema import flag
 from lockstep.config.sections import Fp16
 from lockstep.distributed.balance import ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, MakeOptimizer, MakePenalty, Settings
-from lockstep.engines.buffers import Buffered, with_buffers
+from lockstep.engines.base import BareEngine, Engine, ForwardingEngine, bare_engine
+from lockstep.engines.buffers import with_buffers
 from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
+from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context, unexpanded
-from lockstep.engines.moving import OwnState
 from lockstep.engines.optimizer_step import OptimizerStep
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
-from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade
+from lockstep.engines.request import Changes, EngineRequest, MakeOptimizer, MakePenalty, OwnState
+from lockstep.engines.wrappers import Copied, Hooked, Remade
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.run_state import TrainedSet
@@ -45,38 +42,26 @@ __all__ = [
     "backward_apart",
     "check_audit",
     "check_copies",
-    "check_planned",
+    "check_embeddings",
+    "check_optimizer",
     "check_shares",
     "check_sharing",
     "engine",
     "engine_class",
-    "exchanged",
-    "explain_no_backward",
     "explain_no_replica",
     "kinds",
-    "least_held",
-    "leave_groups",
     "load_weights",
+    "make_engine",
     "model_init",
     "name_of",
     "options_for",
     "replaced_copies",
-    "replica_size",
     "trained_set",
     "undo_step",
     "variants",
 ]
 
 
-# Imported on demand, so that an engine's package is loaded only where it is used.
-_CLASSES = {
-    "single": ("lockstep.engines.single", "Single"),
-    "ddp": ("lockstep.engines.ddp", "DDP"),
-    "fsdp": ("lockstep.engines.fsdp.engine", "FSDP"),
-    "zero": ("lockstep.engines.zero", "Zero"),
-    "deepspeed": ("lockstep.engines.deepspeed.engine", "DeepSpeed"),
-    "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
-}
 _REBUILD_REFUSAL = (
     "--engine {} fixed the trained parameters when it was built; set requires_grad in the task's model(), or use "
     "--engine fsdp"
@@ -148,105 +133,139 @@ def engine(  # noqa: PLR0913
             support, or an optimizer that does not work with it.
     """
     name = name_of(name, world)
+    options = options or EngineOptions()
+    request = EngineRequest(
+        clip=clip,
+        exact=exact_micro_batches,
+        sharing=_share_schedule(name, shares, exact_micro_batches, world, options),
+        loss_scaling=Fp16() if loss_scaling is True else loss_scaling or None,
+        blocks=tuple(blocks),
+        options=options,
+        ema=ema,
+        batchnorm=batchnorm,
+        hooks=hooks,
+        own_steps=own_steps,
+        gradients=gradients,
+        penalty=penalty,
+        own=own or OwnState(),
+        changes=changes or Changes(),
+    )
+    if say is not None:
+        request = dataclasses.replace(request, say=say)
+    return make_engine(name, model, optimizer, world, request)
+
+
+def make_engine(
+    name: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer, world: World, request: EngineRequest
+) -> Engine:
+    """Make the engine `name` around a model, as `engine` does.
+
+    Raises:
+        ConfigError: see `engine`.
+    """
+    name = name_of(name, world)
+    if copies_of(model):
+        request = dataclasses.replace(request, single_pass_flag="--weight-copies step")
+    # Checks before anything is changed in the model.
+    _check_request(name, model, world, request)
+    if request.batchnorm == "replay":
+        recording(model, request.say)
+    unexpanded(model)
+    builder = _Builder(name, model, optimizer, world, request)
+    return Remade(
+        model,
+        world,
+        builder,
+        builder.make_optimizer,
+        request.changes,
+        fixed_optimizer=isinstance(optimizer, Optimizer),
+        refusal="" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name),
+        reads_groups=request.own_steps is not None,
+    )
+
+
+class _Builder:
+    """Build an engine with its wrappers, once more after each change of the trained parameters.
+
+    Args:
+        name: a key of ENGINES.
+        model: the plain module.
+        optimizer: one over the model's parameters, or a function that builds it from the model as the engine holds it.
+        world: the ranks.
+        request: checked.
+    """
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer, world: World, request: EngineRequest
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._optimizer = optimizer
+        self._world = world
+        self._request = request
+        self._class = Manual if request.own_steps else engine_class(name)
+        # The optimizer that `make_optimizer` has built last, for the averages of its weights.
+        self._newest: Optimizer | None = None
+
+    def make_optimizer(self, module: nn.Module) -> Optimizer:
+        """Return the optimizer of the model as the engine holds it. Raises ConfigError if it does not fit."""
+        optimizer = self._optimizer
+        instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(module)
+        self._newest = instance
+        check_optimizer(self._name, instance, exact=bool(self._request.exact) and self._world.size > 1)
+        self._request.gradients.look_at(self._model, self._request.blocks, instance)
+        return instance
+
+    def __call__(self, make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
+        """Build the engine; see `Make`. The wrappers, from the inside: weight copies, hooks, buffers, averages."""
+        request = dataclasses.replace(self._request, wrapper=wrapper)
+        bare: BareEngine = self._class(self._model, make_optimizer, self._world, request)
+        engine: Engine = bare
+        if copies := copies_of(self._model):
+            engine = Copied(engine, copies)
+        if request.hooks:
+            engine = Hooked(engine, request.hooks)
+        # Manual keeps the buffers itself.
+        if not request.own_steps:
+            engine = with_buffers(engine, self._model, self._world, request)
+        if request.ema:
+            engine = EMAEngine(engine, self._model, request.ema, bare.masters, rested, self._newest)
+        return engine
+
+
+def _check_request(name: str, model: nn.Module, world: World, request: EngineRequest) -> None:
+    """Raise ConfigError if the engine does not support the request, in this world or with this model."""
     split = next((key for key, parameter in model.named_parameters() if is_dtensor(parameter)), None)
     # A model that fsdp has sharded before, which returns here after the failure of a rank.
     if split and not hasattr(model, "reshard"):
         raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
-    if exact_micro_batches:
-        check_servable(exact_micro_batches, world.size)
-    copies = copies_of(model)
-    if copies:
+    is_exact = bool(request.exact)
+    if is_exact:
+        check_servable(request.exact, world.size)
+    has_own_steps = request.own_steps is not None
+    if copies := copies_of(model):
         check_copies(
-            name,
-            narrow=copies.narrow,
-            exact=bool(exact_micro_batches),
-            hooked=hooks is not None,
-            own_steps=own_steps is not None,
+            name, narrow=copies.narrow, exact=is_exact, hooked=request.hooks is not None, own_steps=has_own_steps
         )
-    _check_gradient_norms(name, gradients, own_steps)
-    options = options or EngineOptions()
-    factory = _kind(name, options)
-    sharing = _sharing(name, shares, exact_micro_batches, world, options)
-    scaling = Fp16() if loss_scaling is True else loss_scaling or None
-    repeated = tuple(blocks)
-    if penalty is not None:
-        check_penalty(name, exact=bool(exact_micro_batches) and world.size > 1, own_steps=own_steps is not None)
-    once = "--weight-copies step" if copies else ""
-    settings = Settings(
-        clip,
-        exact_micro_batches,
-        sharing,
-        scaling,
-        repeated,
-        options,
-        gradients=gradients,
-        penalty=penalty,
-        once=once,
-    )
-    settings = dataclasses.replace(settings, say=say) if say else settings
-    if batchnorm not in ("local", "replay"):
-        raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': use 'local' or 'replay'")
-    if batchnorm == "replay":
-        recording(model, settings.say)
+    _check_gradient_norms(name, request)
+    _check_options(name, request.options)
+    if request.sharing:
+        check_sharing(name, "auto", request.options)
+    if request.penalty is not None:
+        check_penalty(name, exact=is_exact and world.size > 1, own_steps=has_own_steps)
+    if request.batchnorm not in ("local", "replay"):
+        raise ConfigError(f"lockstep.engine: batchnorm is '{request.batchnorm}': use 'local' or 'replay'")
+    check_embeddings(name, model, exact=is_exact, once=request.single_pass_flag)
+    if has_own_steps:
+        _check_own_steps(name, world, request)
 
-    # Checks before anything is changed in the model.
-    check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
-    unexpanded(model)
 
-    # The optimizer that `make` has built last, for the averages of its weights.
-    newest: list[Optimizer] = []
-
-    def make(module: nn.Module) -> Optimizer:
-        instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(module)
-        newest[:] = [instance]
-        check_optimizer(name, instance, exact=bool(exact_micro_batches) and world.size > 1)
-        gradients.look_at(model, repeated, instance)
-        return instance
-
-    if own_steps is not None and (clip or ema):
+def _check_own_steps(name: str, world: World, request: EngineRequest) -> None:
+    """Raise ConfigError unless a task can step its optimizers itself with this engine and request."""
+    if request.clip or request.ema:
         raise ConfigError("lockstep.engine: clip and ema do not work with own_steps, which take several updates")
-    if own_steps is not None and own and own.by_sample:
+    if request.own.by_sample:
         raise ConfigError("the task's sample_state does not work with own_steps, which take several updates in a step")
-    exact = bool(exact_micro_batches)
-    shared = options.broadcast_buffers
-
-    def build(make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
-        current = dataclasses.replace(settings, wrapper=wrapper)
-        if own_steps is not None:
-            # The wrappers, from the inside: weight copies, hooks, buffers, averages.
-            return _manual(name, model, make_optimizer, world, current, own_steps, hooks)
-        bare = factory(model, make_optimizer, world, current)
-        copying: Engine = Copied(bare, copies) if copies else bare
-        watched: Engine = Hooked(copying, hooks) if hooks else copying
-        outer = with_buffers(
-            watched,
-            model,
-            world,
-            exact=exact,
-            shared=shared,
-            sharing=sharing,
-            own=own,
-        )
-        return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested, newest[0]) if ema else outer
-
-    fixed_optimizer = isinstance(optimizer, Optimizer)
-    refusal = "" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name)
-    changes = changes or Changes()
-    reads_groups = own_steps is not None
-    return Remade(
-        model, world, build, make, changes, fixed_optimizer=fixed_optimizer, refusal=refusal, reads_groups=reads_groups
-    )
-
-
-def _manual(
-    name: str,
-    model: nn.Module,
-    make: MakeOptimizer,
-    world: World,
-    settings: Settings,
-    own_steps: OwnSteps,
-    hooks: Hooks | None,
-) -> Engine:
     if not ENGINES[name].own_steps:
         raise ConfigError(
             f"--engine {name} does not work with a task that steps its optimizers itself, within a micro-batch: use "
@@ -254,10 +273,44 @@ def _manual(
         )
     if ENGINES[name].one_process and world.size > 1:
         raise ConfigError(f"--engine {name} with {world.size} processes: use --engine ddp, or start one process")
-    manual: Engine = Manual(model, make, world, settings, own_steps)
-    if hooks:
-        return Hooked(manual, hooks)
-    return manual
+
+
+def check_optimizer(name: str, optimizer: Optimizer, *, exact: bool) -> None:
+    """Raise ConfigError if the optimizer does not work with the engine.
+
+    One whose update of an element depends on that element alone works with every engine. Optimizers outside torch are
+    the user's responsibility.
+
+    Args:
+        exact: exact mode with several ranks.
+    """
+    known = {kind for entry in ENGINES.values() for kind in entry.refused}
+    # The nearest base class decides, for a subclass of an optimizer.
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in known), "")
+    if why := ENGINES[name].refused.get(kind):
+        raise ConfigError(
+            f"--engine {name} does not work with {type(optimizer).__name__}: {why}; use AdamW, or see docs/engines.md"
+        )
+    engine_class(name).check_optimizer(optimizer, exact=exact)
+
+
+def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -> None:
+    """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
+
+    Args:
+        exact: gradients are added in a fixed tree.
+        once: another flag that requires dense gradients; "": none does.
+    """
+    if ENGINES[engine].sparse_gradients and not exact and not once:
+        return
+    why = "--exact" if exact else once or f"--engine {engine}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            weight = f"{name}.weight".lstrip(".")
+            raise ConfigError(
+                f"the gradient of {weight} is sparse, and {why} needs dense ones: build the embedding with "
+                "sparse=False, or use --engine single without --exact"
+            )
 
 
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
@@ -273,20 +326,20 @@ def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
         )
     if not ENGINES[name].penalty:
         raise ConfigError(f"--engine {name} does not work with `penalty`: use --engine fsdp, zero or ddp")
-    if name == "fsdp" and exact:
+    if exact and not ENGINES[name].exact_penalty:
         raise ConfigError(
-            "--exact with --engine fsdp does not work with `penalty`, whose sums over shards depend on the number of "
-            "processes: use --engine zero or ddp"
+            f"--exact with --engine {name} does not work with `penalty`, whose sums over shards depend on the number "
+            "of processes: use --engine zero or ddp"
         )
 
 
-def _sharing(
+def _share_schedule(
     name: str, shares: Sequence[int] | ShareSchedule | None, micro_batches: int, world: World, options: EngineOptions
 ) -> ShareSchedule | None:
+    """Return the schedule of the shares; None: equal ones. Raises ConfigError if the numbers do not fit."""
     if not shares:
         return None
     if isinstance(shares, ShareSchedule):
-        check_sharing(name, "auto", options)
         return shares
     check_shares(name, shares, micro_batches or sum(shares), world.size, options)
     counts = shares_of_counts(shares)
@@ -325,12 +378,8 @@ def undo_step(engine: Engine) -> None:
 
     An engine that survives the loss of a rank changes parameters last, after its last exchange.
     """
-    inner = engine
-    if isinstance(engine, Remade):
-        engine.leave_step()
-        inner = engine.engine
-    if isinstance(inner, EMAEngine | Buffered):
-        inner.undo_step()
+    if isinstance(engine, ForwardingEngine):
+        engine.undo_step()
 
 
 def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
@@ -340,7 +389,7 @@ def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
 
     Some optimizers keep copies of the weights, such as schedule-free ones.
     """
-    update = getattr(_innermost(engine), "_update", None)
+    update = getattr(bare_engine(engine), "_update", None)
     is_blank = isinstance(update, OptimizerStep) and update.blank
     engine.load_state_dict(state)
     if is_blank and isinstance(update, OptimizerStep):
@@ -354,16 +403,8 @@ def replaced_copies(engine: Engine) -> dict[str, Tensor]:
 
     They differ between ranks if a copy did before an update.
     """
-    copies: Callable[[], dict[str, Tensor]] = getattr(_innermost(engine), "copies", dict)
-    return copies()
-
-
-def _innermost(engine: Engine) -> Any:
-    """Return the engine inside all wrappers."""
-    inner: Any = engine
-    while wrapped := getattr(inner, "engine", None) or getattr(inner, "_engine", None):
-        inner = wrapped
-    return inner
+    bare = bare_engine(engine)
+    return bare.copies() if isinstance(bare, BareEngine) else {}
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:
@@ -373,30 +414,9 @@ def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, f
 
     With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
     """
-    bare: Any = engine.engine if isinstance(engine, Remade) else engine
-    while isinstance(bare, EMAEngine | Buffered | Hooked | Copied):
-        bare = bare._engine
-    return bare.apart() if hasattr(bare, "apart") else nullcontext(_backward)
-
-
-def _backward(loss: Tensor, weight: float) -> None:
-    # torch gives `backward` no types.
-    loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
-
-
-def explain_no_backward(name: str, *, exact: bool) -> str:
-    """Return why an engine cannot run a backward outside of a step.
-
-    "" if it can.
-
-    Args:
-        exact: it sums the gradients of several ranks in the fixed tree.
-    """
-    if name == "deepspeed":
-        return f"--engine {name} has no backward outside of a step"
-    if name == "fsdp" and exact:
-        return f"--engine {name} with --exact has no backward outside of its tree"
-    return ""
+    bare = bare_engine(engine)
+    assert isinstance(bare, BareEngine)
+    return bare.apart()
 
 
 def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer | None) -> str:
@@ -404,44 +424,13 @@ def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer |
 
     Its states may be lost with it, or left between two steps. "": the other ranks have them whole.
     """
-    spec = ENGINES[name]
-    if not spec.survives_loss or (name == "fsdp" and options.sharding not in ("hybrid", "none")):
+    kind = engine_class(name)
+    if not ENGINES[name].survives_loss or not kind.has_replicas(options):
         return (
             f"--engine {name} splits the states over the ranks, so a lost rank takes its part along; ddp survives, and "
             "fsdp with --engine.sharding hybrid"
         )
-    if name != "fsdp":
-        return ""
-    if not importlib.import_module("lockstep.engines.fsdp.apply").CAN_RESET:
-        return "--engine fsdp cannot leave a step in the middle before torch 2.13; ddp can"
-    if optimizer is not None and not type(optimizer).__module__.startswith("torch.optim."):
-        return (
-            f"with --engine fsdp, {type(optimizer).__name__} may exchange between ranks in the middle of its update; "
-            "torch's AdamW does not, nor does ddp"
-        )
-    return ""
-
-
-def replica_size(name: str, options: EngineOptions, world: World) -> int:
-    """Return the number of ranks that together have one copy of the states.
-
-    For an engine that survives failures of ranks.
-    """
-    if name != "fsdp":
-        return 1
-    size: int = importlib.import_module("lockstep.engines.fsdp.apply").replica_size(options, world)
-    return size
-
-
-def leave_groups(name: str, model: nn.Module) -> list[ProcessGroup]:
-    """Discard what an engine has left in its model after a rank failed.
-
-    Returns the groups that this rank has to leave.
-    """
-    if name != "fsdp":
-        return []
-    groups: list[ProcessGroup] = importlib.import_module("lockstep.engines.fsdp.apply").leave_groups(model)
-    return groups
+    return kind.explain_no_undo(optimizer)
 
 
 def trained_set(engine: Engine) -> TrainedSet | None:
@@ -453,13 +442,9 @@ def trained_set(engine: Engine) -> TrainedSet | None:
 
 def kinds(engine: Engine) -> dict[str, str]:
     """Describe, by name in the state, tensors that forwards write and unfrozen parameters."""
-    inner = engine.engine if isinstance(engine, Remade) else engine
-    if isinstance(inner, EMAEngine | Buffered):
-        written = inner.kinds()
-    else:
-        written = {}
-    since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
-    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | written
+    if isinstance(engine, ForwardingEngine):
+        return engine.kinds()
+    return {}
 
 
 def check_audit(name: str) -> None:
@@ -471,11 +456,11 @@ def check_audit(name: str) -> None:
         )
 
 
-def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
+def _check_gradient_norms(name: str, request: EngineRequest) -> None:
     """Raise ConfigError if the engine cannot take the requested gradient norms."""
-    if gradients.by == "off":
+    if request.gradients.by == "off":
         return
-    if own_steps is not None:
+    if request.own_steps is not None:
         raise ConfigError(
             "--log-gradients does not work with a task that steps its optimizers itself, since each step has its own "
             "gradients: log them there, or drop it"
@@ -483,8 +468,8 @@ def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSte
     if not ENGINES[name].block_norms:
         able = ", ".join(engine_name for engine_name, spec in ENGINES.items() if spec.block_norms)
         raise ConfigError(
-            f"--log-gradients {gradients.by} does not work with --engine {name}, which has one norm of all gradients: "
-            f"use one of {able}, or drop it"
+            f"--log-gradients {request.gradients.by} does not work with --engine {name}, which has one norm of all "
+            f"gradients: use one of {able}, or drop it"
         )
 
 
@@ -539,7 +524,7 @@ class ModelInit(NamedTuple):
 def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
     """Return how to build the model. Raises ConfigError for an unsupported name or option."""
     name = name_of(name, world)
-    _kind(name, options)  # refuses options that the engine does not have
+    _check_options(name, options)
     return ModelInit(init_context(options, world), not ENGINES[name].places_model)
 
 
@@ -548,14 +533,18 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
     return EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
 
 
-def engine_class(name: str) -> Any:
-    """Import the class of the engine `name`, a key of ENGINES."""
-    module, class_name = _CLASSES[name]
-    return getattr(importlib.import_module(module), class_name)
+def engine_class(name: str) -> type[BareEngine]:
+    """Import the class of the engine `name`, a key of ENGINES.
+
+    On demand, so that an engine's package is loaded only where it is used.
+    """
+    module, _, class_name = ENGINES[name].path.partition(":")
+    found: type[BareEngine] = getattr(importlib.import_module(f"lockstep.engines.{module}"), class_name)
+    return found
 
 
-def _kind(name: str, options: EngineOptions) -> Any:
-    """Return the engine's class. Raises ConfigError for an option that it does not have."""
+def _check_options(name: str, options: EngineOptions) -> None:
+    """Raise ConfigError for an option that the engine does not have."""
     has = own_options(name)
     for spec in dataclasses.fields(options):
         if spec.name not in has and getattr(options, spec.name) != spec.default:
@@ -564,7 +553,6 @@ def _kind(name: str, options: EngineOptions) -> Any:
                 f"{flag(f'engine_options.{spec.name}')} is not an option of --engine {name}; drop it "
                 f"(its own: {options_here})"
             )
-    return engine_class(name)
 
 
 _SPLIT = ("full", "grad-op")
@@ -585,59 +573,3 @@ def variants(size: int, options: EngineOptions) -> Iterator[tuple[str, EngineOpt
             continue
         for sharding in _SPLIT:
             yield name, dataclasses.replace(options_of_engine, sharding=sharding)
-
-
-def check_planned(name: str, options: EngineOptions) -> None:
-    """Raise ConfigError if the engine's memory cannot be estimated without its devices."""
-    if name == "data-parallel":
-        raise ConfigError(
-            "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
-            "forward; plan --engine ddp instead"
-        )
-    if "zero_stage" not in own_options(name):
-        return
-    zero = read_json(options.config).get("zero_optimization", {})
-    zero = zero if isinstance(zero, dict) else {}
-    if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
-        raise ConfigError(
-            f"--engine {name} cannot be planned in stage 3, whose forwards exchange with other ranks; plan --engine "
-            "fsdp, which shards the same"
-        )
-    offload = zero.get("offload_optimizer")
-    if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
-        raise ConfigError(
-            f"--engine {name} cannot be planned with states in host memory: a trace has one device; plan it without"
-        )
-
-
-def exchanged(name: str, options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
-    """Return the bytes that a rank gathers per micro-batch and sums per step.
-
-    Args:
-        parameters: bytes of the model's parameters.
-        trained: bytes of those that are trained.
-    """
-    if name == "fsdp" and options.sharding in ("full", "hybrid"):
-        # Gathered for the forward and for the backward. A reduce-scatter moves half of the bytes of a sum.
-        return 2 * parameters, trained / 2
-    if name == "fsdp":
-        return parameters, trained / 2
-    if name == "zero":
-        # The sum of the gradients, and the owners' broadcasts.
-        return 0.0, 1.5 * trained
-    return 0.0, trained
-
-
-def least_held(name: str, options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
-    """Return a lower bound of a rank's bytes at the end of a backward.
-
-    An engine that does not fit by this bound need not be traced.
-
-    Args:
-        totals: bytes of parameters, gradients and optimizer states of the whole model.
-    """
-    parameters, gradients, states = totals
-    if name == "fsdp" and options.sharding != "none":
-        size = options.shard_size or size
-        return (parameters + gradients + states) / size
-    return parameters + gradients + (states / size if name == "zero" else states)

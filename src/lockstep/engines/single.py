@@ -2,46 +2,40 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import final
 
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
+from lockstep.engines.base import BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
-from lockstep.engines.optimizer_step import OptimizerStep, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError
 
 __all__ = ["Single"]
 
 
 @final
-class Single:
+class Single(BareEngine):
     """The engine `single`. Raises ConfigError if there is more than one rank."""
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         if world.size > 1:
             raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
         self.model = model
         instance = optimizer(model)
         parameters = trained(model, instance)
-        self._tree = Tree(parameters, settings.exact, world) if settings.exact else None
-        dense = "--exact" if settings.exact else settings.once
-        self._update = OptimizerStep(
-            model,
-            instance,
-            settings,
-            cleared=parameters,
-            fixed=bool(settings.exact),
+        self._tree = Tree(parameters, request.exact, world) if request.exact else None
+        spec = UpdateSpec(
+            parameters,
+            is_fixed=bool(request.exact),
             exchange=self._finish,
-            dense=dense,
+            dense_flag="--exact" if request.exact else request.single_pass_flag,
         )
+        self._update = OptimizerStep(model, instance, request, spec)
         self._roots = ScaledBackward()
-
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self._roots.run(loss, self._update.scale * weight)

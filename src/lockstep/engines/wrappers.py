@@ -12,11 +12,11 @@ at its current values. `Copied` and `Hooked` wrap an engine for `--weight-copies
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,10 +25,11 @@ from lockstep.checkpoint.read import AVERAGE
 from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.engines.ddp import listed
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import switch
+from lockstep.engines.request import Changes, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hooks import Hooks
 from lockstep.run_state import TrainedSet
@@ -36,7 +37,6 @@ from lockstep.transforms.weight_copies import WeightCopies
 
 __all__ = [
     "UNFROZEN",
-    "Changes",
     "Copied",
     "Hooked",
     "Remade",
@@ -45,12 +45,14 @@ __all__ = [
 
 
 @final
-class Copied:
-    """An engine with whole parameters whose forwards use low-precision copies of the weights."""
+class Copied(ForwardingEngine):
+    """An engine with whole parameters whose forwards use low-precision copies of the weights.
+
+    A rehearsal uses the weights themselves, since the copies only make it faster.
+    """
 
     def __init__(self, engine: Engine, copies: WeightCopies) -> None:
-        self.model: nn.Module = engine.model
-        self._engine = engine
+        super().__init__(engine)
         self._copies = copies
         self._is_active = False  # the current step has had a backward
 
@@ -62,7 +64,7 @@ class Copied:
         # Written once a step, unless somebody else changed the weights since.
         if not self._is_active or self._copies.moved():
             self._copies.write()
-        with self._engine.accumulate(last, counts), self._copies.used():
+        with self.inner.accumulate(last, counts), self._copies.used():
             yield
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -72,7 +74,7 @@ class Copied:
                 "values; drop the flag"
             )
         self._is_active = True
-        self._engine.backward(loss, weight)
+        self.inner.backward(loss, weight)
 
     def step(
         self,
@@ -83,33 +85,19 @@ class Copied:
     ) -> StepResult:
         self._is_active = False
         self._copies.hand_over()
-        return self._engine.step(factor, limit, momentum, evaluate)
-
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """Rehearse with the weights themselves, since the copies only make it faster."""
-        self._engine.rehearse(loss)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._engine.load_state_dict(state)
+        return self.inner.step(factor, limit, momentum, evaluate)
 
 
 @final
-class Hooked:
+class Hooked(ForwardingEngine):
     """An engine that calls a task's hooks after its backwards and updates."""
 
     def __init__(self, engine: Engine, hooks: Hooks) -> None:
-        self.model: nn.Module = engine.model
-        self._engine = engine
+        super().__init__(engine)
         self._hooks = hooks
 
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return self._engine.accumulate(last, counts)
-
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._engine.backward(loss, weight)
+        self.inner.backward(loss, weight)
         self._hooks.after_backward()
 
     def step(
@@ -119,22 +107,12 @@ class Hooked:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        result = self._engine.step(factor, limit, momentum, evaluate)
+        result = self.inner.step(factor, limit, momentum, evaluate)
         self._hooks.after_update()
         return result
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self._engine.rehearse(loss)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._engine.load_state_dict(state)
-
 
 UNFROZEN = "trained since step"
-MakeAgain = Callable[[nn.Module, Optimizer], Optimizer]  # (model as the engine holds it, the former one) -> optimizer
 _FLAG = attrgetter("requires_grad")
 
 
@@ -151,24 +129,6 @@ class Make(Protocol):
         """
 
 
-class Changes(NamedTuple):
-    """A run's settings for changes to its trained parameters.
-
-    Attributes:
-        again: builds the optimizer for the changed set; None: the function that built the first one, if needed.
-        fixed: name -> why this parameter must stay frozen, with the way out.
-        known: the set from a checkpoint; None: what requires gradients now.
-        done: number of steps taken before.
-        changed: called with the new set after a change.
-    """
-
-    again: MakeAgain | None = None
-    fixed: Mapping[str, str] = {}
-    known: TrainedSet | None = None
-    done: int = 0
-    changed: Callable[[TrainedSet], None] = lambda trained: None
-
-
 def set_trained(model: nn.Module, names: Collection[str]) -> None:
     """Make exactly the parameters of these names require gradients."""
     for name, parameter in model.named_parameters():
@@ -178,7 +138,7 @@ def set_trained(model: nn.Module, names: Collection[str]) -> None:
 
 
 @final
-class Remade:
+class Remade(ForwardingEngine):
     """An engine that is rebuilt around its model when the trained parameters change.
 
     Args:
@@ -221,17 +181,13 @@ class Remade:
         self._ever_trained = dict.fromkeys(
             former.made if former else ()
         )  # trained when the engine was built, or earlier
-        self.engine: Engine = make(self._record_optimizer(optimizer), None, [*self._ever_trained])
-        self.model: nn.Module = self.engine.model
+        super().__init__(make(self._record_optimizer(optimizer), None, [*self._ever_trained]))
         self._record_build()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         if not self._in_step:
             self._begin()
-        return self.engine.accumulate(last, counts)
-
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self.engine.backward(loss, weight)
+        return self.inner.accumulate(last, counts)
 
     def step(
         self,
@@ -244,19 +200,13 @@ class Remade:
         self._in_step = self._is_active = True
         self._steps += 1
         try:
-            return self.engine.step(factor, limit, momentum, evaluate)
+            return self.inner.step(factor, limit, momentum, evaluate)
         finally:
             self._in_step = False
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self.engine.rehearse(loss)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.engine.state_dict()
-
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._is_active = True
-        self.engine.load_state_dict(state)
+        self.inner.load_state_dict(state)
 
     def trained(self) -> TrainedSet | None:
         """Return the current set; None if it never changed."""
@@ -267,14 +217,13 @@ class Remade:
             [*self._ever_trained], names, {name: step for name, step in self._since.items() if name in names}
         )
 
-    @property
-    def since(self) -> dict[str, int]:
-        """Name -> the first step that trained it, for parameters unfrozen during the run."""
-        return dict(self._since)
-
-    def leave_step(self) -> None:
-        """Leave a step unfinished."""
+    def undo_step(self) -> None:
         self._in_step = False
+        super().undo_step()
+
+    def kinds(self) -> dict[str, str]:
+        unfrozen = {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in self._since.items()}
+        return unfrozen | super().kinds()
 
     # --- detect a change
 
@@ -367,7 +316,7 @@ class Remade:
 
     def _rebuild(self, fresh: list[str]) -> None:
         """Rebuild the engine for the current parameters, with the former engine's states. Collective."""
-        state = self.engine.state_dict() if self._is_active else {}
+        state = self.inner.state_dict() if self._is_active else {}
         wrapper = self.model
         former = self._optimizer
         names: dict[int, str] = dict(zip(map(id, self._parameters), self._names, strict=True))
@@ -382,11 +331,11 @@ class Remade:
         elif optimizer is not former:
             optimizer.state.update({p: values for p, values in former.state.items() if id(p) not in rule_changes})
         # The wrapper and the optimizer are reused; the engine itself must be freed before the next is built.
-        del self.engine
+        del self.inner
         # Hooks form cycles of an engine and its parameters. DDP's reducer must be gone before the next one is made.
         gc.collect()
-        self.engine = self._make(self._record_optimizer(lambda model: optimizer), wrapper, [*self._ever_trained])
-        self.model = self.engine.model
+        self.inner = self._make(self._record_optimizer(lambda model: optimizer), wrapper, [*self._ever_trained])
+        self.model = self.inner.model
         self._record_build()
         if self._is_active:
             self._load_former_state(state, drops)
@@ -418,11 +367,11 @@ class Remade:
             if not (n.startswith("optimizer/") and _parameter_of(n) in drops):
                 entries[n] = t
         # All ranks. New parameters start with the averages that the new engine gave them.
-        present_state = self.engine.state_dict()  # collective
+        present_state = self.inner.state_dict()  # collective
         entries |= {
             name: tensor for name, tensor in present_state.items() if name.startswith(AVERAGE) and name not in entries
         }
-        self.engine.load_state_dict(entries)  # collective
+        self.inner.load_state_dict(entries)  # collective
 
 
 def _parameter_of(name: str) -> str:

@@ -15,14 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult, set_extra
+from lockstep.engines.base import BareEngine, Evaluate, StepResult, set_extra
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import has_modes
-from lockstep.engines.optimizer_step import OptimizerStep, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.tensors import as_bytes, has_gaps, local_of, shared_memory
@@ -36,7 +38,7 @@ __all__ = ["Zero"]
 
 
 @final
-class Zero:
+class Zero(BareEngine):
     """The engine `zero`: gradients as in ddp, each parameter's optimizer states on one rank.
 
     After the update each parameter's owner broadcasts it. States are not split within a parameter, so the largest
@@ -44,7 +46,7 @@ class Zero:
     holds.
     """
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         check_launched("zero", world)
         self._module = model
         self._world = world
@@ -61,8 +63,9 @@ class Zero:
         self._zero.register_step_post_hook(self._run_post_hooks)
         parameters = trained(model, plain)
         name = "--engine zero"
-        self._update = OptimizerStep(model, self._zero, settings, cleared=parameters, fixed=True, once=name, dense=name)
-        self._replicas = ReplicatedEngine("zero", model, parameters, world, settings)
+        spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=name, dense_flag=name)
+        self._update = OptimizerStep(model, self._zero, request, spec)
+        self._replicas = ReplicatedEngine("zero", model, parameters, world, request)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
         members = set(parameters)
@@ -103,6 +106,26 @@ class Zero:
                 self._totals = totals
             else:
                 self._totals = self._totals.add_(totals)
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        dtypes = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dtypes.add(parameter.dtype)
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ConfigError(f"--engine zero: the parameters are {names}, and it splits those of one dtype; use ddp")
+
+    @staticmethod
+    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+        # The sum of the gradients, and the owners' broadcasts.
+        return 0.0, 1.5 * trained
+
+    @staticmethod
+    def least_held(options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
+        parameters, gradients, states = totals
+        return parameters + gradients + states / size
 
     def copies(self) -> dict[str, Tensor]:
         """Return the total of each trained parameter's bits before each update.

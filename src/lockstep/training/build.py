@@ -38,9 +38,9 @@ from lockstep.data.streams import lanes_of
 from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
+from lockstep.engines.gradient_norms import GradientNorms
 from lockstep.engines.memory import explained
 from lockstep.engines.modes import evaluation_weights, has_modes, switch
-from lockstep.engines.optimizers import GradientNorms
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check

@@ -34,11 +34,10 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
+from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.group_settings import ChangeGroups, GroupSettings, settings_of
-from lockstep.engines.moving import OwnState
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
-from lockstep.engines.registry import check_copies, engine, model_init, name_of, undo_step
-from lockstep.engines.wrappers import Changes
+from lockstep.engines.registry import check_copies, make_engine, model_init, name_of, undo_step
+from lockstep.engines.request import Changes, EngineRequest, OwnState
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import loss_of, seeder
 from lockstep.models.gpt import GPT
@@ -602,16 +601,12 @@ def build_engine(
     fixed_names = {}
     for name in base_tensor_names(model, state):
         fixed_names[name.removeprefix("model/")] = _BASE_MESSAGE
-    return engine(
-        config.engine,
-        model,
-        make,
-        world,
+    request = EngineRequest(
         clip=config.optim.clip,
-        exact_micro_batches=config.micro_batches if config.exact else 0,
-        shares=batches.sharing if config.shares != "equal" and world.size > 1 else None,
-        loss_scaling=config.precision == "fp16" and config.fp16,
-        blocks=task.blocks(model) or (),
+        exact=config.micro_batches if config.exact else 0,
+        sharing=batches.sharing if config.shares != "equal" and world.size > 1 else None,
+        loss_scaling=config.fp16 if config.precision == "fp16" else None,
+        blocks=tuple(task.blocks(model) or ()),
         options=config.engine_options,
         say=say,
         ema=config.optim.ema,
@@ -626,3 +621,4 @@ def build_engine(
         ),
         changes=Changes(remake, fixed_names, state.trained, state.global_step, store_trained),
     )
+    return make_engine(config.engine, model, make, world, request)

@@ -46,7 +46,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import blamed
 from lockstep.distributed import collectives
 from lockstep.distributed.membership import translate_errors
-from lockstep.engines.registry import backward_apart, explain_no_backward, name_of, undo_step
+from lockstep.engines.registry import backward_apart, engine_class, name_of, undo_step
 from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
 from lockstep.passes import split_loss
 from lockstep.task import Task
@@ -217,7 +217,7 @@ def _undecidable(trial: "Trial") -> str:
     if trial.config.engine_options.static_graph:
         return "--engine.static-graph records the first backward"
     name = name_of(trial.config.engine, trial.world)
-    return explain_no_backward(name, exact=trial.config.exact and trial.world.size > 1)
+    return engine_class(name).explain_no_backward(exact=trial.config.exact and trial.world.size > 1)
 
 
 def _conclude(found: list[Finding]) -> Verdict:

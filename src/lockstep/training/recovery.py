@@ -30,7 +30,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.exchange import REGROUP
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.registry import explain_no_replica, leave_groups, name_of, replica_size, undo_step
+from lockstep.engines.registry import engine_class, explain_no_replica, name_of, undo_step
 from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
@@ -113,7 +113,8 @@ def explain_no_recovery(built: RunParts) -> str:
 
 def ranks_per_replica(built: RunParts) -> int:
     """Return the number of ranks that together have one copy of the states."""
-    return replica_size(name_of(built.config.engine, built.world), built.config.engine_options, built.world)
+    kind = engine_class(name_of(built.config.engine, built.world))
+    return kind.replica_size(built.config.engine_options, built.world)
 
 
 def build_joiner(session: Session, world: World, member: Member) -> RunParts:
@@ -308,7 +309,7 @@ def _free_engine(session: Session, built: RunParts) -> None:
     groups = [
         session.exchange.release_group() if session.exchange else None,
         session.saver.release_group() if session.saver else None,
-        *leave_groups(name_of(built.config.engine, built.world), built.model),
+        *engine_class(name_of(built.config.engine, built.world)).leave_groups(built.model),
     ]
     session.exchange = session.saver = session.reader = None
     # No other code sees the gap, so the field's type has no None.

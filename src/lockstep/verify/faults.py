@@ -14,14 +14,14 @@ from lockstep.config.schema import Config, default_micro_batch_size
 from lockstep.counts import number
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
 from lockstep.data.sampler import Indices, SizedOrder, order_of
-from lockstep.engines.base import Engine, Evaluate, StepResult
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
 from lockstep.tensors import local_of
 from lockstep.verify.request import Fault, FaultContext, Seed
-from lockstep.verify.wrappers import EngineWrapper, TaskWrapper
+from lockstep.verify.wrappers import TaskWrapper
 
 __all__ = [
     "fault",
@@ -189,7 +189,7 @@ def _average(module: nn.Module, _: Any, output: Any) -> None:
         mean.lerp_(output.detach().to(mean.dtype).mean(), 0.1)
 
 
-class _StepCounter(EngineWrapper):
+class _StepCounter(ForwardingEngine):
     """Engine that counts its steps."""
 
     def __init__(self, inner: Engine, context: FaultContext) -> None:
@@ -396,7 +396,7 @@ class ClipBeforeUnscale(Fault):
         self._handle.remove()
 
 
-class _ScaledEngine(EngineWrapper):
+class _ScaledEngine(ForwardingEngine):
     def __init__(self, inner: Engine, scale: float, reset: Callable[[], None]) -> None:
         super().__init__(inner)
         self._scale = scale
@@ -414,9 +414,7 @@ class _ScaledEngine(EngineWrapper):
     ) -> StepResult:
         self._reset()
         result = self.inner.step(factor, limit, momentum, evaluate)
-        unscaled = StepResult(result.norm / self._scale, result.applied)
-        unscaled.penalty = result.penalty
-        return unscaled
+        return StepResult(result.norm / self._scale, result.applied, result.penalty)
 
 
 @final

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.data.batches import MicroBatch, StepLoader
-from lockstep.engines.base import Engine, Evaluate, StepResult
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.guards.desync import leaves
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
 from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
 from lockstep.verify.tolerance import DtypeTracker, coarsest, digest
-from lockstep.verify.wrappers import EngineWrapper
 
 __all__ = ["TENSORS", "StepRecorder"]
 
@@ -245,7 +244,7 @@ class StepRecorder:
             ]
 
 
-class _Probe(EngineWrapper):
+class _Probe(ForwardingEngine):
     """Engine for the loop that reports its calls to the recorder."""
 
     def __init__(self, inner: Engine, recorder: StepRecorder) -> None:

@@ -1,19 +1,18 @@
 """Wrap tasks and engines, for recorders and planted faults."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from lockstep.engines.base import Engine, Evaluate, StepResult
+from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.task import METHODS, VALUES, LiveRates, Task, has_own, items_of_a_sample, user_task
 from lockstep.training.evaluation import sets_by_name
 
-__all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reversed_steps"]
+__all__ = ["Disturbed", "PreparedTask", "TaskWrapper", "reversed_steps"]
 
 
 class TaskWrapper(Task):
@@ -117,39 +116,7 @@ def _in_float64(value: Any) -> Any:
     return value
 
 
-class EngineWrapper:
-    """Engine that delegates to `inner`; a subclass overrides one method."""
-
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-        self.model = inner.model
-
-    def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        return self.inner.accumulate(last, counts)
-
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self.inner.backward(loss, weight)
-
-    def step(
-        self,
-        factor: float | None = None,
-        limit: float = math.inf,
-        momentum: float | None = None,
-        evaluate: Evaluate | None = None,
-    ) -> StepResult:
-        return self.inner.step(factor, limit, momentum, evaluate)
-
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self.inner.rehearse(loss)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.inner.load_state_dict(state)
-
-
-class Disturbed(EngineWrapper):
+class Disturbed(ForwardingEngine):
     """Engine that changes some gradient elements by their last bit, as another summation order would.
 
     It serves steps of one or two micro-batches, where `reversed_steps` does not change any sum.

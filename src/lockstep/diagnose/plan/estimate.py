@@ -25,7 +25,7 @@ from lockstep.diagnose.plan.recorder import OperationRecorder, Work
 from lockstep.diagnose.plan.subject import Subject, asked, layers_of
 from lockstep.diagnose.plan.trace import StepTrace, Untraceable, probed, traced, unlike
 from lockstep.engines.exact import check_servable, held_at_most
-from lockstep.engines.registry import check_planned, name_of
+from lockstep.engines.registry import engine_class, name_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import describe_value
 from lockstep.training.resolve import Facts, resolve
@@ -178,7 +178,7 @@ class Planner:
     def _resolve(self, config: Config) -> tuple[Config, Sizes]:
         world: Any = _EngineWorld(self.size)
         engine = name_of(config.engine, world)
-        check_planned(engine, config.engine_options)
+        engine_class(engine).check_planned(config.engine_options)
         if ENGINES[engine].one_process and self.size > 1:
             raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-sizes 1")
         precision = config.precision

@@ -13,7 +13,7 @@ from lockstep.config.schema import Config
 from lockstep.diagnose.plan.devices import DeviceSpec
 from lockstep.diagnose.plan.estimate import MemoryEstimate, Planner, Sizes, Times, largest, step_time
 from lockstep.diagnose.plan.recorder import Work
-from lockstep.engines.registry import exchanged, least_held, variants
+from lockstep.engines.registry import engine_class, variants
 from lockstep.errors import UsageError
 from lockstep.transforms.precision import PARAMETERS
 
@@ -179,7 +179,8 @@ def _times(planner: Planner, estimate: MemoryEstimate) -> Times:
     width = PARAMETERS[estimate.config.precision].itemsize
     sizes = planner.sizes
     config = estimate.config
-    split = exchanged(config.engine, config.engine_options, width * sizes.parameters, width * sizes.trained)
+    kind = engine_class(config.engine)
+    split = kind.exchanged(config.engine_options, width * sizes.parameters, width * sizes.trained)
     return step_time(estimate, planner.device, planner.size, split)
 
 
@@ -198,7 +199,7 @@ def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
         else:
             states = 0.0
         # Skip engines that cannot fit even without activations: a trace takes seconds.
-        if least_held(name, options, planner.size, (*state_bytes[:2], states)) > planner.device.room:
+        if engine_class(name).least_held(options, planner.size, (*state_bytes[:2], states)) > planner.device.room:
             continue
         try:
             engine_estimate = planner.estimate(_at(planner, plain, "none", 1, open_batch))

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.layout import owners_of
+from lockstep.config.deepspeed import read_json
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import (
     NOTHING,
+    BareEngine,
     Evaluate,
-    MakeOptimizer,
     ScaledBackward,
-    Settings,
     StepResult,
     set_extra,
 )
@@ -34,7 +36,9 @@ from lockstep.engines.ddp import check_launched
 from lockstep.engines.deepspeed.config import DeepSpeedSettings, merged, read_config
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
-from lockstep.engines.optimizer_step import LossScale, OptimizerStep
+from lockstep.engines.modes import has_modes
+from lockstep.engines.optimizer_step import LossScale, OptimizerStep, UpdateSpec
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import begin, first_step
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.tensors import local_of
@@ -371,7 +375,7 @@ class _FlatStates:
 
 
 @final
-class DeepSpeed:
+class DeepSpeed(BareEngine):
     """The engine `deepspeed`.
 
     Raises:
@@ -379,38 +383,73 @@ class DeepSpeed:
             unsupported key, or is refused by DeepSpeed.
     """
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         check_launched("deepspeed", world)
-        file_config = read_config(settings.options.config)
+        file_config = read_config(request.options.config)
         dtypes = {p.dtype for p in model.parameters()}
-        _check(settings, dtypes)
+        _check(request, dtypes)
         package = _package(world)
         instance = optimizer(model)
-        options = settings.options
+        options = request.options
         is_bf16 = torch.bfloat16 in dtypes
         flags = DeepSpeedSettings(
-            options.zero_stage, options.cpu_offload, settings.clip, is_bf16, settings.loss_scaling, instance
+            options.zero_stage, options.cpu_offload, request.clip, is_bf16, request.loss_scaling, instance
         )
         config = merged(file_config, flags)
         self._stage = int(config["zero_optimization"]["stage"])
         self._world = world
-        self._scaled = bool(settings.loss_scaling)
+        self._scaled = bool(request.loss_scaling)
         self._roots = ScaledBackward()
         self._ds = _initialize(package, model, instance, config)
         self.model: nn.Module = self._ds
         self._split = bool(self._stage)
-        self.masters: SplitState | None = None
         if self._split:
-            self._update: Any = _ZeroStep(self._ds, self._stage, settings, world)
+            self._update: Any = _ZeroStep(self._ds, self._stage, request, world)
             self._split_state = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
             self.masters = self._split_state
             add_counter(self.model, self._split_state.footprint)
         else:
-            self._update = OptimizerStep(
-                model, instance, settings, once="--engine deepspeed", dense="--engine deepspeed"
-            )
+            spec = UpdateSpec(single_pass_flag="--engine deepspeed", dense_flag="--engine deepspeed")
+            self._update = OptimizerStep(model, instance, request, spec)
             self._module = model
-        settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
+        request.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        name = type(optimizer).__name__
+        if has_modes(optimizer):
+            raise ConfigError(
+                f"--engine deepspeed does not work with {name}: its eval() and train() move the weights, which the "
+                "engine keeps elsewhere; use --engine fsdp, zero or ddp"
+            )
+        groups = optimizer.param_groups
+        if any(parameter.is_complex() for group in groups for parameter in group["params"]):
+            raise ConfigError(
+                "--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp"
+            )
+        if any(group.get("dampening") for group in groups):
+            # The first step takes the whole gradient as momentum. Under ZeRO the momentum already exists, as zeros.
+            raise ConfigError(f"--engine deepspeed does not work with the dampening of {name}; use dampening=0, or ddp")
+
+    @staticmethod
+    def check_planned(options: EngineOptions) -> None:
+        zero = read_json(options.config).get("zero_optimization", {})
+        zero = zero if isinstance(zero, dict) else {}
+        if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
+            raise ConfigError(
+                "--engine deepspeed cannot be planned in stage 3, whose forwards exchange with other ranks; plan "
+                "--engine fsdp, which shards the same"
+            )
+        offload = zero.get("offload_optimizer")
+        if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
+            raise ConfigError(
+                "--engine deepspeed cannot be planned with states in host memory: a trace has one device; plan it "
+                "without"
+            )
+
+    @staticmethod
+    def explain_no_backward(*, exact: bool) -> str:
+        return "--engine deepspeed has no backward outside of a step"
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._ds.set_gradient_accumulation_boundary(last)
@@ -463,12 +502,12 @@ class DeepSpeed:
 class _ZeroStep:
     """End a step under ZeRO: DeepSpeed's step, with lockstep's rates and loss scale."""
 
-    def __init__(self, ds: Any, stage: int, settings: Settings, world: World) -> None:
+    def __init__(self, ds: Any, stage: int, request: EngineRequest, world: World) -> None:
         self._ds = ds
         self._zero = ds.optimizer
         self._ranks = world.size
         self._group_settings = settings_of(self._zero.optimizer)
-        self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
+        self._scaler = LossScale(request.loss_scaling) if request.loss_scaling else None
         self._limit = math.inf
         self._last_norm = math.nan
         # DeepSpeed calls this function before it updates: the one place where the norm can stop the update.
@@ -546,8 +585,8 @@ class _ZeroStep:
         return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
 
 
-def _check(settings: Settings, dtypes: set[torch.dtype]) -> None:
-    if settings.exact:
+def _check(request: EngineRequest, dtypes: set[torch.dtype]) -> None:
+    if request.exact:
         raise ConfigError(
             "--exact does not work with --engine deepspeed, which sums gradients in its own order; use --engine fsdp, "
             "zero or ddp"

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines.base import Settings
 from lockstep.engines.blocks import BlockUnits, find_blocks
 from lockstep.engines.ddp import GradientUsage, listed, send_from_rank_0
 from lockstep.engines.fsdp.whole import find_whole, is_whole
 from lockstep.engines.model_init import check_placeable, place
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError
 from lockstep.tensors import shared_memory
 
@@ -146,12 +146,12 @@ def reached(loss: Tensor) -> set[Tensor]:
 _DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
-def check(settings: Settings, world: World) -> None:
+def check(request: EngineRequest, world: World) -> None:
     """Raise ConfigError for options that this world, or exact mode, does not support."""
-    options = settings.options
+    options = request.options
     if options.cpu_offload and world.device.type != "cuda":
         raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; drop it")
-    if settings.exact:
+    if request.exact:
         conflicts = {
             "--engine.sharding": options.sharding in ("hybrid", "none"),
             "--engine.cpu-offload": options.cpu_offload,
@@ -167,7 +167,7 @@ def check(settings: Settings, world: World) -> None:
         raise ConfigError("--engine.shard-size is for --engine.sharding hybrid; set that, or drop it")
 
 
-def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
+def shard(model: nn.Module, world: World, request: EngineRequest) -> DeviceMesh:
     """Shard the model in place on `world.device`; return the mesh. Collective.
 
     The shards are the mesh's last dimension. Each unit is moved to the device and sharded before the next, so at most
@@ -177,14 +177,14 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     Raises:
         ConfigError: a sharding that the world cannot form, or parameters that cannot be sharded.
     """
-    options = settings.options
+    options = request.options
     is_sharded = isinstance(model, FSDPModule)
     joins = not world.is_first and any(world.gather(is_sharded))  # collective, after a loss
     mesh = _mesh(options, world)
     if is_sharded:
         _renew(model, mesh)
         return again(model)
-    blocks = find_blocks(model, settings.blocks)
+    blocks = find_blocks(model, request.blocks)
     _check_parameters(model, blocks, options)
     if options.meta_init and not joins:
         check_placeable(model, world)  # collective
@@ -206,7 +206,7 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     if not joins:
         send_from_rank_0(parameter.data for parameter in find_whole(model))  # collective
     _prefetch(blocks.modules, options.prefetch)
-    _report(blocks, options, mesh, settings)
+    _report(blocks, mesh, request)
     return mesh
 
 
@@ -437,11 +437,12 @@ def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
 
 
-def _report(blocks: BlockUnits, options: EngineOptions, mesh: DeviceMesh, settings: Settings) -> None:
+def _report(blocks: BlockUnits, mesh: DeviceMesh, request: EngineRequest) -> None:
+    options = request.options
     suffix = " and the rest" if blocks.modules else ""
-    settings.say(f"--engine fsdp, sharding {options.sharding} over {list(mesh.shape)} ranks: {blocks.origin}{suffix}")
+    request.say(f"--engine fsdp, sharding {options.sharding} over {list(mesh.shape)} ranks: {blocks.origin}{suffix}")
     if options.cpu_offload:
-        settings.say(
+        request.say(
             "--engine.cpu-offload: each step copies all parameters to the GPU and all gradients back, and the update "
             "runs on the CPU, so a step may take several times as long; it is for models that do not fit otherwise"
         )

@@ -15,18 +15,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.rows import assign_owners, gather_rows
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
-from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, discard_iteration, shard
+from lockstep.engines.fsdp.apply import (
+    CAN_RESET,
+    FILLS_UNUSED,
+    WATCH,
+    UsageCheck,
+    again,
+    check,
+    discard_iteration,
+    leave_groups,
+    replica_size,
+    shard,
+)
 from lockstep.engines.fsdp.whole import WholeParameters, find_whole, is_whole
-from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, combined, norms_of, trained
+from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import is_dtensor, local_of
 from lockstep.transforms.precision import is_compiled
@@ -162,7 +176,7 @@ _NAME = "--engine fsdp"
 
 
 @final
-class FSDP:
+class FSDP(BareEngine):
     """The engine `fsdp`.
 
     In exact mode each block's reduce-scatter follows the fixed tree, and the norm is that of a single process. A world
@@ -173,12 +187,12 @@ class FSDP:
             cannot be exact, with `--exact`; parameters that cannot be sharded (see `lockstep.engines.fsdp.apply`).
     """
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         check_launched("fsdp", world)
-        check(settings, world)
+        check(request, world)
         self.model = model
         self._world = world
-        self._settings = settings
+        self._request = request
         self._roots = ScaledBackward()
         self._tree: Tree | None = None
         self._comms: list[ExactReduceScatter] = []
@@ -192,31 +206,29 @@ class FSDP:
         self._order = 0  # a hash of the units that this step's forwards ran
         self._whole = WholeParameters([], 0, world)
         # One rank in exact mode: nothing to shard, and the tree gives the bits of any number of ranks.
-        if settings.exact and world.size == 1:
+        if request.exact and world.size == 1:
             self._build_unsharded(optimizer)
             return
-        if settings.wrapper is None:
-            mesh = shard(model, world, settings)
+        if request.wrapper is None:
+            mesh = shard(model, world, request)
         else:
             mesh = again(model)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         instance = optimizer(model)
         self._parameters = trained(model, instance)
         whole = [parameter for parameter in find_whole(model) if parameter.requires_grad]
-        self._whole = WholeParameters(whole, settings.exact, world)
+        self._whole = WholeParameters(whole, request.exact, world)
         norm, norms = self._norms(mesh)
-        self._update = OptimizerStep(
-            model,
-            instance,
-            settings,
-            norm,
-            local_of,
-            cleared=self._parameters,
-            fixed=True,
+        spec = UpdateSpec(
+            self._parameters,
+            is_fixed=True,
+            norm=norm,
             norms=norms,
-            once=_NAME,
-            dense=_NAME,
+            local=local_of,
+            single_pass_flag=_NAME,
+            dense_flag=_NAME,
         )
+        self._update = OptimizerStep(model, instance, request, spec)
         self._update.is_mixed = bool(whole)
         _check_optimizer_parameters(model, self._update)
         self._set_sum_reduction()
@@ -237,7 +249,7 @@ class FSDP:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        if self._check and (self._synced or self._settings.options.accumulate == "shard"):
+        if self._check and (self._synced or self._request.options.accumulate == "shard"):
             # All ranks: their backwards must exchange the same parameters.
             self._check(loss)  # collective
         self._run(loss, weight)
@@ -304,6 +316,57 @@ class FSDP:
             if self._check:
                 self._check.begin()
 
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer, *, exact: bool) -> None:
+        if exact and any(group.get("fused") for group in optimizer.param_groups):
+            raise ConfigError(
+                f"--exact with --engine fsdp: the fused {type(optimizer).__name__} rounds by an element's place in its "
+                "shard; use fused=False"
+            )
+
+    @staticmethod
+    def explain_no_backward(*, exact: bool) -> str:
+        if exact:
+            return f"{_NAME} with --exact has no backward outside of its tree"
+        return ""
+
+    @staticmethod
+    def replica_size(options: EngineOptions, world: World) -> int:
+        return replica_size(options, world)
+
+    @staticmethod
+    def has_replicas(options: EngineOptions) -> bool:
+        return options.sharding in ("hybrid", "none")
+
+    @staticmethod
+    def explain_no_undo(optimizer: Optimizer | None) -> str:
+        if not CAN_RESET:
+            return f"{_NAME} cannot leave a step in the middle before torch 2.13; ddp can"
+        if optimizer is not None and not type(optimizer).__module__.startswith("torch.optim."):
+            return (
+                f"with {_NAME}, {type(optimizer).__name__} may exchange between ranks in the middle of its update; "
+                "torch's AdamW does not, nor does ddp"
+            )
+        return ""
+
+    @staticmethod
+    def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+        return leave_groups(model)
+
+    @staticmethod
+    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+        # A reduce-scatter moves half of the bytes of a sum.
+        if options.sharding in ("full", "hybrid"):
+            # Gathered for the forward and for the backward.
+            return 2 * parameters, trained / 2
+        return parameters, trained / 2
+
+    @staticmethod
+    def least_held(options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
+        if options.sharding == "none":
+            return sum(totals)
+        return sum(totals) / (options.shard_size or size)
+
     def _run(self, loss: Tensor, weight: float) -> None:
         if self._usage:
             self._usage.next_backward()
@@ -352,14 +415,13 @@ class FSDP:
         same_start(self.model)
         instance = optimizer(self.model)
         parameters = trained(self.model, instance)
-        self._update = OptimizerStep(
-            self.model, instance, self._settings, cleared=parameters, fixed=True, once=_NAME, dense=_NAME
-        )
-        self._tree = Tree(parameters, self._settings.exact, self._world)
+        spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=_NAME, dense_flag=_NAME)
+        self._update = OptimizerStep(self.model, instance, self._request, spec)
+        self._tree = Tree(parameters, self._request.exact, self._world)
 
     def _norms(self, mesh: Any) -> tuple[Any, Any]:
         """Return the functions for the norm of all gradients, and of each."""
-        if self._settings.exact:
+        if self._request.exact:
             exact = ExactNorm(self._world)
             return exact, exact.each
         # The last dimension of the mesh is that of the shards.
@@ -371,14 +433,14 @@ class FSDP:
         """Set whether the next backward exchanges; only on a change, since it visits all modules."""
         root = cast(Any, self.model)
         root.set_is_last_backward(last)
-        if self._settings.options.accumulate == "nosync":
+        if self._request.options.accumulate == "nosync":
             root.set_requires_gradient_sync(last)
         else:
             root.set_requires_all_reduce(last)
 
     def _set_sum_reduction(self) -> None:
         """Sum gradients instead of averaging; in exact mode in the tree's order."""
-        exact = self._settings.exact
+        exact = self._request.exact
         subtrees = Subtrees(exact, self._world) if exact else None
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
@@ -393,7 +455,7 @@ class FSDP:
 
         On a torch that cannot align them, each exchange is checked instead.
         """
-        options = self._settings.options
+        options = self._request.options
         mode = options.find_unused_parameters
         if mode == "true" and not FILLS_UNUSED:
             raise ConfigError(
@@ -407,7 +469,7 @@ class FSDP:
         if FILLS_UNUSED:
             cast(Any, self.model).set_reduce_scatter_unused_params(True)
         elif self._world.size > 1:
-            checks_every_backward = bool(self._settings.exact) or options.accumulate == "shard"
+            checks_every_backward = bool(self._request.exact) or options.accumulate == "shard"
             self._check = UsageCheck(self._usage, self._world, checks_every_backward)
 
     def _watch_order(self) -> None:
@@ -447,7 +509,7 @@ class FSDP:
         names = [] if self._is_reported else usage.missed(backwards)
         self._is_reported = True
         if names:
-            self._settings.say(
+            self._request.say(
                 f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
                 "one that no rank uses is left alone in that step"
             )
