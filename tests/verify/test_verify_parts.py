@@ -74,7 +74,9 @@ def test_the_precision_is_float64_where_all_engines_have_it_and_bits_are_not_ask
     assert precision(["ddp", "deepspeed"]) == "float32"
     assert precision(exact=True) == "float32"
     assert (precision(asked="bf16"), precision(exact=True, asked="bf16")) == ("bf16", "bf16")
-    assert set(VerifyRequest(Config()).resolved().engines) == {"single", "ddp", "fsdp", "zero"}
+    engines = {*VerifyRequest(Config()).resolved().engines}
+    assert engines >= {"single", "ddp", "fsdp", "zero"}
+    assert not engines & {"deepspeed", "data-parallel"}, "they need a package, or GPUs"
 
 
 def test_a_row_tells_the_largest_difference_of_any_rank_after_the_last_step(monkeypatch):
