@@ -1,8 +1,8 @@
 """The scoreboard of reliability, measured: python bench/chaos.py [--only R1 R11] [--rounds 20] [--write]
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
-puts the table into docs/inside/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R29 are in
+puts the table into docs/inside/reliability.md with the machine described. Times are of this machine, under its present
+load. A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R29 are in
 bench/chaos_more.py.
 """
 
