@@ -75,7 +75,7 @@ test-oldest: .venv-oldest/dev ## the tests that depend on torch's version, on th
 matrix: .venv/dev ## every pair of parts, and a sample of all combinations (MATRIX_SEED, MATRIX_COUNT, MATRIX_CASES)
 	$(BIN)/python -m pytest tests/matrix
 
-chaos: .venv/dev ## every planted fault against real runs, then the table in docs/reliability.md (long)
+chaos: .venv/dev ## every planted fault against real runs, then the table in docs/inside/reliability.md (long)
 	$(BIN)/python -m pytest tests/chaos tests/guards
 	$(BIN)/python bench/chaos.py --write
 

@@ -1,8 +1,8 @@
 """The scoreboard of reliability, measured: python bench/chaos.py [--only R1 R11] [--rounds 20] [--write]
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
-puts the table into docs/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R29 are in
+puts the table into docs/inside/reliability.md with the machine described. Times are of this machine, under its present
+load. A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R29 are in
 bench/chaos_more.py.
 """
 
@@ -316,7 +316,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/inside/reliability.md")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     bench, lines = Bench(folder, given.rounds), ["| row | fault | goal | measured |", "|---|---|---|---|"]
@@ -335,7 +335,7 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
     print(machine())
     if given.write:
-        path = ROOT / "docs" / "reliability.md"
+        path = ROOT / "docs" / "inside" / "reliability.md"
         text, begin, finish = path.read_text(), "<!-- measured -->", "<!-- end -->"
         head, tail = text.partition(begin)[0], text.partition(finish)[2]
         path.write_text(f"{head}{begin}\n{machine()}\n\n" + "\n".join(lines) + f"\n{finish}{tail}")

@@ -140,7 +140,7 @@ def test_a_stage_that_hangs_or_fails_ends_nothing_else_and_none_is_begun_without
 
 
 def test_the_two_calls_fit_their_limits_and_stand_in_the_page(stages):
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "inside" / "gpu.md").read_text()
     for number, limit in stages.LIMITS.items():
         mine = {name: stage for name, stage in stages.STAGES.items() if stage.call == number}
         assert sum(stage.limit for stage in mine.values()) <= limit

@@ -1,7 +1,7 @@
 """The parts of a step of GPT-2 by themselves: python bench/device/probe.py [--toy]
 
 The six products of a block and its head, the attention kernels, the cross entropy eager, compiled and in chunks, AdamW,
-the clipping, and a batch's way to the device. Each figure replaces an estimate in docs/gpu.md's table.
+the clipping, and a batch's way to the device. docs/inside/gpu.md has the stages.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The scoreboard of docs/reliability.md against real runs on two processes; what is not marked slow is the short form.
+"""The scoreboard of docs/inside/reliability.md against real runs on two processes; the short form is not marked slow.
 
 A planted fault that is not caught is a failed test.
 """

@@ -1,6 +1,6 @@
 """Hostile input that no other test has: strangers at the meeting point, and files and configs that try to run code.
 
-The list of all eighteen, with the test of each, is in docs/reliability.md.
+The list of all eighteen, with the test of each, is in docs/inside/reliability.md.
 """
 
 import os

@@ -315,11 +315,6 @@ def advice_on(place: CheckContext) -> list[Advice]:
     ]
 
 
-def page_rows() -> list[str]:
-    """Format the table for docs/network-variables.md."""
-    return [f"| `{advice.name}` | {advice.values} | {advice.effect} | {advice.remedy} |" for advice in _TABLE]
-
-
 def chosen(pattern: str, available: list[str]) -> list[str]:
     """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; `=` whole names; `^` all others."""
     exclude = pattern.startswith("^")
