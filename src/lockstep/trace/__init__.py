@@ -8,5 +8,6 @@ record/hooks.py             listens to the events, and fills record/states.py (p
 record/journal.py           one record a step, of sums.py (tensors), samples.py (batches), names.py (tensor names)
 record/pending.py           reads a device once a step
 
-Comparing needs no torch: compare/reading.py, pairing.py (matching steps), judge*.py (stage by stage), causes.py.
+Comparing needs no torch: compare/reading.py, pairing.py (matching steps), judge*.py (stage by stage),
+rounding.py (the bounds, which `lockstep verify` shares), causes.py.
 """

@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "find_rank"]
 
 _COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
@@ -199,3 +199,17 @@ def _wrap(call: Callable[..., Any], method: Callable[..., Any]) -> Callable[...,
         return method(call, *args, **kwargs)
 
     return wrapper
+
+
+def find_rank() -> tuple[int, int]:
+    """Return the rank and the world size of this process.
+
+    They are the default group's, else those of the launcher's variables, else (0, 1).
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
