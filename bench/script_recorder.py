@@ -31,7 +31,7 @@ def main() -> None:
         from lockstep.diagnose.script import hooks
 
         hooks.attach(torch)
-        (recorder,) = hooks._recorders
+        recorder = hooks._listeners[0].recorder
         blocks = [each for _ in range(args.layers) for each in (nn.Linear(128, 128), nn.ReLU())]
         model = nn.Sequential(nn.Linear(64, 128), *blocks, nn.Linear(128, 10))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

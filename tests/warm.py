@@ -241,6 +241,6 @@ def _site():
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     for finder in [each for each in sys.meta_path if isinstance(each, imports._Finder)]:
-        for name in [name for name in finder._pending if name in sys.modules]:  # loaded before it could watch
-            recorder, function = finder._pending.pop(name)
-            getattr(importlib.import_module(recorder), function)(sys.modules[name])
+        # loaded before it could watch; torch first, from which on a listener exists
+        for name in sorted(finder._pending & sys.modules.keys(), key=lambda name: name != "torch"):
+            finder._attach(sys.modules[name], name)

@@ -82,7 +82,7 @@ def recorded(world, folder, mistake="", **settings):
         dist.barrier()
     hooks.attach(torch)
     found = (padded_loop.train if settings.pop("padded", False) else train)(mistake, **settings)
-    hooks.present().close()
+    hooks.detach()
     return found
 
 

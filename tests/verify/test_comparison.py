@@ -15,18 +15,10 @@ from lockstep.errors import ConfigError
 from lockstep.task import Task
 from lockstep.verify import certificate
 from lockstep.verify.compare import Traces, first_difference
+from lockstep.verify.operations import DtypeTracker, OperationLog, digest, first_unequal
 from lockstep.verify.reference import TensorStore, compare, cut
 from lockstep.verify.request import REFERENCE, STAGES, Combination, Difference, TableRow, VerifyTable, combine, refusal
-from lockstep.verify.tolerance import (
-    EXACT,
-    DtypeTracker,
-    OperationLog,
-    Scales,
-    Tolerance,
-    digest,
-    first_unequal,
-    unit_roundoff,
-)
+from lockstep.verify.tolerance import EXACT, Scales, Tolerance, unit_roundoff
 from lockstep.verify.verification import nonfinite_values
 from lockstep.verify.wrappers import PreparedTask, TaskWrapper
 

@@ -25,8 +25,8 @@ from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.guards.desync import leaves
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
+from lockstep.verify.operations import DtypeTracker, coarsest, digest
 from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
-from lockstep.verify.tolerance import DtypeTracker, coarsest, digest
 
 __all__ = ["TENSORS", "StepRecorder"]
 

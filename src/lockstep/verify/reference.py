@@ -24,7 +24,8 @@ from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
-from lockstep.verify.tolerance import EXACT, Scales, Tolerance, digest
+from lockstep.verify.operations import digest
+from lockstep.verify.tolerance import EXACT, Scales, Tolerance
 
 __all__ = [
     "Named",

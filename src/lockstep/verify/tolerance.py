@@ -3,139 +3,31 @@
 tolerance = Tolerance(terms=10, sums=2**-53, inner=2**-53)
 tolerance.relative(step)        of a gradient, as a share of the whole gradient's norm
 
-docs/inside/verify.md derives the bounds. `DtypeTracker` and `OperationLog` record a forward's dtypes and operations.
+docs/inside/verify.md derives the bounds; `trace/compare/rounding.py` has what `lockstep compare` needs of them, too.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
-# torch's dispatch modes have no public module and no annotations; the name is the same since torch 2.11.
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
+from lockstep.trace.compare.rounding import CEILING, INNER, LEAST, order_bound
 from lockstep.transforms.precision import PARAMETERS
 
 __all__ = [
     "EXACT",
     "FINE",
-    "DtypeTracker",
-    "OperationLog",
     "Scales",
     "Tolerance",
-    "coarsest",
-    "digest",
-    "first_unequal",
     "tolerance_of",
     "unit_roundoff",
 ]
 
 
-# Module, operation, digests.
-Line = tuple[str, str, list[str]]
-
-
-def coarsest(dtypes: Iterable[torch.dtype]) -> str:
-    """Return the name of the dtype that rounds most, such as "bfloat16"; default "float64"."""
-    return str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)).removeprefix("torch.")
-
-
-class DtypeTracker(TorchDispatchMode):
-    """Dispatch mode that records the floating-point and complex dtypes of all results."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.dtypes |= {t.dtype for t in _tensors(result) if t.is_floating_point() or t.is_complex()}
-        return result
-
-    @property
-    def name(self) -> str:
-        """The coarsest recorded dtype, such as "bfloat16"; "float64" if there was none."""
-        return coarsest(self.dtypes)
-
-
-class OperationLog(TorchDispatchMode):
-    """Dispatch mode that records every operation's digest and its module. Waits for the device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[Line] = []
-        self._inside: list[str] = []
-        # mypy cannot tell the type of the hooks here.
-        self._model, self._hooks = model, []  # type: ignore[var-annotated]
-
-    def __enter__(self) -> Self:
-        for name, module in self._model.named_modules():
-            label = f"{name or 'the model'} ({type(module).__name__})"
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, shown=label: self._inside.append(shown)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._leave()))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        digests = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
-        # A new tensor without values has uninitialised memory, which differs from run to run.
-        if digests and not str(function).startswith(("aten.empty", "aten.new_empty")):
-            self.lines.append((self._inside[-1] if self._inside else "", str(function), digests))
-        return result
-
-    def _leave(self) -> None:
-        # Must return None: torch would replace the module's output by any other value.
-        self._inside.pop()
-
-
-def first_unequal(first: list[Line], second: list[Line]) -> tuple[int, Line, Line] | None:
-    """Return (index, line, line) of the first difference between two logs; None if they agree."""
-    for index, (line, other_line) in enumerate(zip(first, second, strict=False)):
-        if list(line) != list(other_line):
-            return index, line, other_line
-    if len(first) == len(second):
-        return None
-    longer = max(first, second, key=len)
-    index = min(len(first), len(second))
-    ended: Line = ("", "the end", [])
-    if longer is first:
-        return (index, longer[index], ended)
-    return (index, ended, longer[index])
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def digest(value: Tensor | bytes) -> str:
-    """Return xxh3 of the bytes as 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(bytes_of(value) if isinstance(value, Tensor) else value)
-
-
-# Growth of an error through model and optimizer from step to step: the one assumption.
-SAFETY = 32.0
-# Products and sums inside the model, once its weights differ in their last digits.
-INNER = 16.0
-# A larger difference is never rounding.
-CEILING = 0.25
-# Roundings in the model that are always allowed, once its weights differ.
-LEAST = 4.0
 # Times the measured distance, since another order rounds differently.
 MEASURED = 4.0
 # Share of a gradient below which a measurement is useless: one activation that changes its sign may move as much.
@@ -186,7 +78,7 @@ class Tolerance:
         if self.exact:
             return 0.0
         disturbed = INNER * self.inner if step or self.compiled else 0.0
-        return min(CEILING, SAFETY * self.terms * self.sums * (step + 1) + disturbed)
+        return min(CEILING, order_bound(self.terms, self.sums, step) + disturbed)
 
     def close(self, step: int, actual: float, expected: float, share: float | None = None) -> bool:
         """Whether two sums of losses or weights in `step` agree within `share` of themselves."""

@@ -32,6 +32,7 @@ from lockstep.training.named_task import load_task
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.faults import fault
+from lockstep.verify.operations import first_unequal
 from lockstep.verify.recorder import TENSORS
 from lockstep.verify.request import (
     REFERENCE,
@@ -49,7 +50,7 @@ from lockstep.verify.request import (
     refusal,
     run_spec,
 )
-from lockstep.verify.tolerance import FINE, Tolerance, first_unequal, tolerance_of
+from lockstep.verify.tolerance import FINE, Tolerance, tolerance_of
 from lockstep.verify.worker import log_operations, read_trace, run_rank
 
 __all__ = [

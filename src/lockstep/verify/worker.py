@@ -37,10 +37,10 @@ from lockstep.training.named_task import make_task
 from lockstep.training.resume import FIXED
 from lockstep.training.sharing import shares_for
 from lockstep.training.trial_state import marks_of, preserve_state, unsaved_marks
+from lockstep.verify.operations import OperationLog
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
 from lockstep.verify.request import FaultContext, RunSpec, Seed
-from lockstep.verify.tolerance import OperationLog
 from lockstep.verify.wrappers import Disturbed, PreparedTask, reversed_steps
 
 __all__ = ["log_operations", "read_trace", "run_rank"]

@@ -1,100 +1,31 @@
-"""Hook the script's recorder into torch: loaders, backwards, optimizer steps, collectives, evaluations and saves.
+"""Tell the script's recorder which part of a step begins, by the events of `trace/events.py`.
 
-Each hook costs a few microseconds, and changes no number. Forwards have no hook of their own, since one on every
-module is dear: a forward lasts from a batch to its backward.
+Each event costs a few microseconds, and changes no number. Forwards are not listened to, since a hook on every module
+is dear: a forward lasts from a batch to its backward.
 """
 
-import atexit
-import functools
-import importlib
 import json
 import os
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.diagnose.script import SETTINGS_VARIABLE, STARTED
 from lockstep.diagnose.script.recorder import ScriptRecorder
+from lockstep.trace.events import Listener
 
-__all__ = [
-    "attach",
-    "hook_distributed_saves",
-    "hook_safetensors",
-]
-
-_COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "send", "recv"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"),
-    *("all_gather_object", "gather_object", "broadcast_object_list"),
-)
-_recorders: list[ScriptRecorder] = []
+__all__ = ["attach"]
 
 
-def attach(_: ModuleType) -> None:
-    """Start timing this process."""
-    _recorders.append(_make())
-    Path(json.loads(os.environ[SETTINGS_VARIABLE])["folder"], STARTED).touch()
-    os.register_at_fork(after_in_child=_restart_in_child)
-    atexit.register(lambda: _recorders[0].close())
-    _hook_loaders()
-    _hook_backward()
-    _hook_updates()
-    _hook_modes()
-    _hook_collectives()
-    _hook_clipping()
-    torch.save = _within("save", torch.save)
+def _within(part: str) -> Callable[..., Any]:
+    """Return a listener's method that counts the time of a call as `part`."""
 
-
-def _make() -> ScriptRecorder:
-    return ScriptRecorder(**json.loads(os.environ[SETTINGS_VARIABLE]))
-
-
-def _restart_in_child() -> None:
-    """Start a recorder for a forked process.
-
-    One that does not train, such as a loader's worker, writes nothing.
-    """
-    recorder = _recorders[0] = _make()
-    processes = sys.modules.get("multiprocessing.util")
-    # Processes of multiprocessing end without atexit, so register the close when they start.
-    if processes is not None:
-        processes.register_after_fork(recorder, lambda child: processes.Finalize(None, child.close, exitpriority=0))
-
-
-def hook_distributed_saves(module: ModuleType) -> None:
-    """Hook torch.distributed.checkpoint's saves."""
-    for name in ("save", "async_save"):
-        wrapper = _within("save", getattr(module, name))
-        setattr(module, name, wrapper)
-
-
-def hook_safetensors(module: ModuleType) -> None:
-    """Hook safetensors' saves."""
-    for name in ("save_file", "save_model"):
-        setattr(module, name, _within("save", getattr(module, name)))
-
-
-def _present() -> ScriptRecorder | None:
-    """Return the recorder in the training's thread; None elsewhere or while compiling."""
-    recorder = _recorders[0]
-    if recorder.off or threading.get_ident() != recorder.thread or torch.compiler.is_compiling():
-        return None
-    return recorder
-
-
-def _within(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its time counts as `part`."""
-
-    @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        recorder = _present()
+    def run(self: "ScriptListener", call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.present
         # A nested call belongs to the outer one: a save's collectives to the save.
         if recorder is None or recorder.part in (part, "save") or (recorder.part == "evaluate" and part != "save"):
             return call(*args, **kwargs)
@@ -104,112 +35,87 @@ def _within(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             recorder.enter(before)
 
-    return wrapper
+    return run
 
 
-def _hook_loaders() -> None:
-    # torch's loaders have no public hook. The private base class is the same since torch 2.11.
-    base: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
-    get_batch = base.__next__
+class ScriptListener(Listener):
+    """Listener that times the parts of a step."""
 
-    @functools.wraps(get_batch)
-    def next_batch(self: Any) -> Any:
-        recorder = _present()
+    recorder: ScriptRecorder
+
+    def __init__(self) -> None:
+        super().__init__(lambda: ScriptRecorder(**json.loads(os.environ[SETTINGS_VARIABLE])))
+
+    @property
+    def present(self) -> ScriptRecorder | None:
+        """The recorder in the training's thread; None elsewhere."""
+        recorder = self.recorder
+        if recorder.off or threading.get_ident() != recorder.thread:
+            return None
+        return recorder
+
+    @property
+    def listens(self) -> bool:
+        return not self.recorder.off
+
+    # Clipping is a part of the update.
+    clip = _within("update")
+    collective = _within("exchange")
+    message = _within("exchange")
+    save = _within("save")
+
+    def batch(self, call: Callable[..., Any], iterator: Any, /) -> Any:
+        """Time the wait for a batch."""
+        recorder = self.present
         if recorder is None or not recorder.load():
-            return get_batch(self)
+            return call(iterator)
         batch = None
         try:
-            batch = get_batch(self)
+            batch = call(iterator)
         finally:
-            recorder.loaded(batch, int(self._num_workers))
+            recorder.loaded(batch, int(iterator._num_workers))
         return batch
 
-    base.__next__ = next_batch
-
-
-def _hook_backward() -> None:
-    backward = torch.autograd.backward
-
-    @functools.wraps(backward)
-    def wrapper(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        recorder = _present()
+    def backward(self, call: Callable[..., None], /, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Time a backward, and note its losses."""
+        recorder = self.present
         if recorder is None or recorder.part == "backward":
-            return backward(tensors, *args, **kwargs)
+            return call(tensors, *args, **kwargs)
         recorder.backward(tensors)
         try:
-            return backward(tensors, *args, **kwargs)
+            return call(tensors, *args, **kwargs)
         finally:
             recorder.passed()
 
-    torch.autograd.backward = wrapper
-    scaler: Any = importlib.import_module("torch.amp.grad_scaler").GradScaler
-    scale = scaler.scale
-
-    # The scaler multiplies the loss, so the record takes it before.
-    @functools.wraps(scale)
-    def scale_and_note(self: Any, outputs: Any) -> Any:
-        recorder = _present()
+    def scale(self, call: Callable[..., Any], scaler: Any, /, outputs: Any) -> Any:
+        """Note the loss before a GradScaler multiplies it."""
+        recorder = self.present
         if recorder is not None:
             recorder.unscaled = outputs
-        return scale(self, outputs)
+        return call(scaler, outputs)
 
-    scaler.scale = scale_and_note
+    def update(self, optimizer: Any, closure: Callable[[], Any] | None) -> None:
+        """Begin the update, or with a closure the forward in it."""
+        self.recorder.update(optimizer, in_closure=closure is not None)
 
+    def updated(self, optimizer: Any) -> None:
+        """End the update."""
+        self.recorder.updated(optimizer)
 
-def _hook_updates() -> None:
-    """Hook every optimizer's step; if one optimizer calls another, the outer one is the update."""
-    within: list[weakref.ref[Any]] = []
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        # Wrappers call the step of an inner optimizer: count the outer one only.
-        outer = within[0]() if within else None
-        if _recorders[0].off or torch.compiler.is_compiling() or (outer is not None and outer is not optimizer):
-            return
-        within[:] = [weakref.ref(optimizer)]
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        _recorders[0].update(optimizer, in_closure=callable(closure))
-
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if within and within[0]() is optimizer:
-            within.clear()
-            _recorders[0].updated(optimizer)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-
-
-def _hook_modes() -> None:
-    """Hook `model.eval()` and `model.train()`, between which a script evaluates."""
-    module_class: Any = torch.nn.Module
-    set_mode = module_class.train
-
-    @functools.wraps(set_mode)
-    def train(self: Any, mode: bool = True) -> Any:
-        recorder = _present()
+    def mode(self, call: Callable[..., Any], module: torch.nn.Module, /, mode: bool = True) -> Any:
+        """Note `model.eval()` and `model.train()`, between which a script evaluates."""
+        recorder = self.present
         if recorder is not None and (recorder.part == "evaluate") == bool(mode):
-            recorder.switch(self, training=mode)
-        return set_mode(self, mode)
-
-    module_class.train = train
+            recorder.switch(module, training=mode)
+        return call(module, mode)
 
 
-def _hook_collectives() -> None:
-    distributed = torch.distributed
-    if not distributed.is_available():
-        return
-    home = importlib.import_module("torch.distributed.distributed_c10d")
-    for name in _COLLECTIVES:
-        # torch.distributed copies the names, so both modules need the wrapper.
-        if hasattr(home, name):
-            wrapper = _within("exchange", getattr(home, name))
-            setattr(home, name, wrapper)
-            setattr(distributed, name, wrapper)
+_listeners: list[ScriptListener] = []
 
 
-def _hook_clipping() -> None:
-    """Hook clipping, which is a part of the update."""
-    home = importlib.import_module("torch.nn.utils.clip_grad")
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrapper = _within("update", getattr(home, name))
-        setattr(home, name, wrapper)
-        setattr(torch.nn.utils, name, wrapper)
+def attach(module: ModuleType) -> None:
+    """Time this process once torch is imported, and hook other libraries' saves once they are."""
+    if module is torch:
+        _listeners.append(ScriptListener())
+        Path(json.loads(os.environ[SETTINGS_VARIABLE])["folder"], STARTED).touch()
+    _listeners[0].attach(module.__name__)

@@ -14,7 +14,6 @@ import functools
 import gc
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ import torch
 from lockstep.clock import Clock, StepMarks, make_clock
 from lockstep.diagnose.profile.tracing import StepTrace, peak_memory
 from lockstep.timeline import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
+from lockstep.trace.events import find_rank
 from lockstep.training.run_dir import describe_process, write_description
 
 __all__ = ["ScriptRecorder"]
@@ -213,7 +213,7 @@ class ScriptRecorder:
             steps_before = 0
         # The host waits for the device here, once for each process.
         self._before = int(steps_before)
-        self.rank, self._world_size = _ranks()
+        self.rank, self._world_size = find_rank()
         if self.rank == 0:
             self._timeline.open(self._folder / "timeline.jsonl", self._before, self._world_size)
             # Without the file the report lacks the environment.
@@ -357,14 +357,6 @@ class ScriptRecorder:
         if not self._has_loader:
             unseen.append("no DataLoader of torch was used: time spent loading samples counts as computing or Python")
         return unseen
-
-
-def _ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _has_ddp() -> bool:

@@ -32,7 +32,8 @@ def _attach() -> None:
     if os.environ.get("LOCKSTEP_TRACE"):
         imports.watch()
     if recorder := os.environ.get("LOCKSTEP_RECORDER"):
-        imports.watch(importlib.import_module(recorder).TARGETS)
+        package = importlib.import_module(recorder)
+        imports.watch(package.HOOKS, package.MODULES)
 
 
 def _run_user_sitecustomize() -> None:

@@ -14,7 +14,6 @@ from lockstep.trace.compare.causes import TraceFinding
 from lockstep.trace.compare.pairing import (
     FIRST,
     GROWTH,
-    ROUNDOFF,
     SECOND,
     Spot,
     StepPair,
@@ -25,6 +24,7 @@ from lockstep.trace.compare.pairing import (
     unlike,
 )
 from lockstep.trace.compare.reading import distance, floats, words
+from lockstep.trace.compare.rounding import CEILING, INNER, LEAST, ROUNDOFF, order_bound
 
 __all__ = [
     "first_module",
@@ -36,13 +36,7 @@ __all__ = [
 ]
 
 
-# Constants of the tolerance in docs/inside/verify.md.
-_SAFETY = 32.0
-_CEILING = 0.25
 _FINE = ROUNDOFF["float32"]
-# Roundings of the coarsest dtype, at least and at most; between them the measured distance decides.
-_LEAST_LIMIT = 4.0
-_MOST = 16.0
 # Factor on the measured distance of the same samples' outputs.
 _DISTANCE_FACTOR = 8.0
 
@@ -65,15 +59,16 @@ def gradient_limit(step: StepPair) -> float:
     # Coarser roundings go either way, so their sum grows with the root of their number.
     fine = unit <= _FINE
     if fine:
-        rounding = _SAFETY * count * unit * (step.number + 1)
+        rounding = order_bound(count, unit, step.number)
     else:
-        rounding = _LEAST_LIMIT * math.sqrt(count) * unit
+        rounding = LEAST * math.sqrt(count) * unit
     if step.number or step.one.part.world != step.two.part.world:
         gap = _output_distance(step)
         # Rounding does not explain a larger gap, so it does not widen the limit.
-        measured = _DISTANCE_FACTOR * gap if gap <= _MOST * inner else 0.0
-        rounding += min(_MOST * inner, max(_LEAST_LIMIT * inner, measured))
-    return min(_CEILING, rounding + GROWTH * step.off)
+        measured = _DISTANCE_FACTOR * gap if gap <= INNER * inner else 0.0
+        # Of the coarsest dtype's roundings, between least and most of which the measured distance decides.
+        rounding += min(INNER * inner, max(LEAST * inner, measured))
+    return min(CEILING, rounding + GROWTH * step.off)
 
 
 def _coarsest(step: StepPair) -> float:
@@ -253,7 +248,7 @@ def _rank_average(step: StepPair, times: float, counts: list[Counts], ways: tupl
 
 def _tolerance(step: StepPair) -> float:
     """Return the distance below which factors count as equal."""
-    return min(0.25, max(_LEAST, _ROUNDINGS * _coarsest(step)) + GROWTH * step.off)
+    return min(CEILING, max(_LEAST, _ROUNDINGS * _coarsest(step)) + GROWTH * step.off)
 
 
 def _mean(values: list[float]) -> float:

@@ -15,7 +15,6 @@ from lockstep.trace.compare.causes import TraceFinding, TraceVerdict
 from lockstep.trace.compare.pairing import (
     FIRST,
     GROWTH,
-    ROUNDOFF,
     SECOND,
     Spot,
     StepPair,
@@ -33,6 +32,7 @@ from lockstep.trace.compare.pairing import (
     unlike,
 )
 from lockstep.trace.compare.reading import WholeTensor, distance
+from lockstep.trace.compare.rounding import ROUNDOFF
 
 __all__ = [
     "TrainedSoFar",

@@ -16,7 +16,6 @@ from lockstep.trace.compare.reading import RankTrace, TracePart, TraceRun, Whole
 __all__ = [
     "FIRST",
     "GROWTH",
-    "ROUNDOFF",
     "SECOND",
     "Matched",
     "Spot",
@@ -467,8 +466,6 @@ def apart(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> tupl
     return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (first, second)))
 
 
-# Unit roundoff of each dtype.
-ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 FIRST = "the first run"
 SECOND = "the second run"
 # Factor by which a gradient may be off more than its weights.

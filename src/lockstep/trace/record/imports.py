@@ -8,7 +8,7 @@ import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -19,17 +19,14 @@ __all__ = [
 ]
 
 
-# module -> (module of the recorder, function to call with it)
-_TARGETS = {
-    "torch": ("lockstep.trace.record.hooks", "attach"),
-    "accelerate.accelerator": ("lockstep.trace.record.hooks", "accelerate"),
-    "deepspeed.runtime.engine": ("lockstep.trace.record.hooks", "deepspeed"),
-}
+# Of `lockstep trace`: the listener's module, and the modules that it hooks once they are imported.
+_HOOKS = "lockstep.trace.record.hooks"
+_MODULES = ("torch", "accelerate.accelerator", "deepspeed.runtime.engine")
 
 
-def watch(targets: Mapping[str, tuple[str, str]] = _TARGETS) -> None:
-    """Watch the imports of these modules: for `lockstep trace` torch, Accelerate and DeepSpeed."""
-    sys.meta_path.insert(0, _Finder(targets))
+def watch(hooks: str = _HOOKS, modules: Iterable[str] = _MODULES) -> None:
+    """Call `hooks.attach` with each of these modules once it is imported."""
+    sys.meta_path.insert(0, _Finder(hooks, modules))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -38,8 +35,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     It finds no module itself.
     """
 
-    def __init__(self, targets: Mapping[str, tuple[str, str]]) -> None:
-        self._pending = dict(targets)
+    def __init__(self, hooks: str, modules: Iterable[str]) -> None:
+        self._hooks = hooks
+        self._pending = set(modules)
         self._busy = threading.local()
 
     def find_spec(
@@ -68,11 +66,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def _attach(self, module: ModuleType, name: str) -> None:
         # Not in find_spec: transformers looks for torch with it, without importing it.
-        recorder, function = self._pending.pop(name, ("", ""))
-        if not recorder:
+        if name not in self._pending:
             return
+        self._pending.remove(name)
         try:
-            getattr(importlib.import_module(recorder), function)(module)
+            importlib.import_module(self._hooks).attach(module)
         except Exception as error:
             # The script runs without the recorder.
             print(f"lockstep: {name} is not recorded: {error!r}", file=sys.stderr)

@@ -24,6 +24,7 @@ from typing import Any, ParamSpec
 
 import torch
 
+from lockstep.trace.events import find_rank
 from lockstep.trace.record.names import Entry
 from lockstep.trace.record.pending import PendingTensors
 from lockstep.trace.record.sums import WIDTH, SumPlan, plain
@@ -52,20 +53,6 @@ _FRAMEWORKS = {
 }
 
 
-def _place() -> tuple[int, int]:
-    """Return the rank and the world size of this process.
-
-    They are the default group's, else those of the launcher's variables, else (0, 1).
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 0, 1
-
-
 def _bytes_written(folder: Path) -> int:
     """Count the bytes that all processes have written to the folder so far."""
     return sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
@@ -76,7 +63,7 @@ def _header() -> dict[str, Any]:
 
     For privacy it has no arguments, environment variables or host name.
     """
-    rank, world = _place()
+    rank, world = find_rank()
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     try:
         if script:
@@ -353,7 +340,7 @@ class Journal:
             self.fresh = False
             # A process group may be made after the first steps, so the rank is read again now and then.
             if self._rank < 0 or self.thorough:
-                self._rank = _place()[0]
+                self._rank = find_rank()[0]
             self.reading.finish()
             self._put({"t": "step", "k": self.step, **self.record, "rank": self._rank})
         self.step += 1
@@ -367,7 +354,7 @@ class Journal:
         """Write the record after the last step, when the process ends."""
         if self._writer is not None or self.record["fwd"]:
             self.reading.finish()
-            self._put({"t": "end", "k": self.step, **self.record, "rank": _place()[0], "error": _error()})
+            self._put({"t": "end", "k": self.step, **self.record, "rank": find_rank()[0], "error": _error()})
         self.on = False
 
     def fail(self, error: Exception) -> None:
@@ -391,7 +378,7 @@ class Journal:
         if self._writer is None:
             # Files of earlier starts count towards the limit.
             free = self.options.most - _bytes_written(self.options.folder)
-            self._writer = Writer(self.options.folder, free // max(1, _place()[1]), _header() | {"first": self.step})
+            self._writer = Writer(self.options.folder, free // max(1, find_rank()[1]), _header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
 
