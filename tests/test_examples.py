@@ -104,7 +104,7 @@ def test_a_sweep_takes_the_best_and_tells_what_it_has(tmp_path):
     assert shown[0] == f"best: lr {best}, evaluation loss {losses[best]:.4f}, 4482 parameters"
 
 
-def test_find_lr_goes_on_until_the_loss_diverges_and_names_a_rate(tmp_path):
+def test_find_lr_continues_until_divergence_and_names_a_rate(tmp_path):
     shown = go("find_lr.py", "--save-dir", str(tmp_path))
     rates, losses = numbers(shown, "rate"), numbers(shown, "loss")
     assert rates[:2] == [1e-7, 1.2e-7]

@@ -85,7 +85,7 @@ def _defaults(method):
     return {each.arg: ast.unparse(value) for each, value in zip(given, method.args.defaults, strict=True)}
 
 
-def test_what_is_left_out_of_a_call_is_the_same_in_every_engine_and_in_what_stands_before_one():
+def test_engines_and_wrappers_share_their_default_arguments():
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
@@ -193,6 +193,14 @@ def test_the_source_stays_as_airy_as_it_is():
     assert round(100 * counts["comment_lines"] / counts["lines"], 1) >= least
     rates = {name: round(100 * counts[name] / counts["statements"], 1) for name in limits}
     assert all(rates[name] <= limit for name, limit in limits.items()), rates
+
+
+def test_names_of_tests_are_short():
+    """At most 60 characters: a name says what is checked, the docstring and the assertions the rest."""
+    tests = ROOT.parents[1] / "tests"
+    for path in [*tests.rglob("test_*.py"), *(tests.parent / "packages" / "lint" / "tests").rglob("test_*.py")]:
+        names = re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not [name for name in names if len(name) > 60], path
 
 
 def test_public_names_are_sorted_and_exist():

@@ -58,7 +58,7 @@ def whole(data, tmp_path_factory):
     return run.mark()
 
 
-def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tmp_path, whole):
+def test_r1_killed_rank_is_named_and_the_run_is_bitwise(data, tmp_path, whole):
     """Rank 0 holds the run's lock, and its loader processes were forked with it; rank 1 is killed under torchrun."""
     fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
     run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
@@ -134,7 +134,7 @@ def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
     assert checkpoint.read_state(path)["global_step"] == 5
 
 
-def test_r24_a_weight_that_an_update_spoils_is_named_and_its_checkpoint_is_not_whole(data, tmp_path):
+def test_r24_spoiled_weight_is_named_and_its_checkpoint_refused(data, tmp_path):
     """The checkpoint of step 10 is begun between the update and the next step."""
     faults = [{"rank": rank, "step": 9, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
     run = launch(data, tmp_path, faults=faults, python=warm.python())
@@ -478,7 +478,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(data, tmp_path):
+def test_run_whose_checkpoints_are_all_damaged_does_not_restart(data, tmp_path):
     run = launch(data, tmp_path, "--stop-at", "5")
     records = (run.folder / "metrics.jsonl").read_text()
     (checkpoint.newest(run.folder, say=print) / "manifest.json").write_text("{}")

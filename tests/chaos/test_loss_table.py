@@ -25,7 +25,7 @@ def right(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "moment"), SHORT)
-def test_a_lost_rank_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path, right, kind, moment):
+def test_lost_rank_is_named_and_the_run_is_bitwise(tmp_path, right, kind, moment):
     row = judge("ddp", kind, moment, 1, tmp_path / "run", right("ddp"))
     assert not row.wrong, row
 

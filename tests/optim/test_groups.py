@@ -59,7 +59,7 @@ PLAIN = {
 }
 
 
-def test_patterns_say_rate_decay_or_frozen_and_the_first_that_matches_counts():
+def test_first_matching_pattern_sets_rate_decay_or_frozen():
     assert table(Deep()) == PLAIN
     found = table(Deep(), "layers.0.*: lr=10x ;*.bias: decay=0.5, lr=0.25;  head.*: lr=3x; tokens.*: freeze")
     wanted = PLAIN | {
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_rule_is_one_line(text, said):
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_left_to_train_and_layers_that_are_not_there_are_refused():
+def test_nothing_to_train_and_missing_layers_are_refused():
     with pytest.raises(ConfigError, match="requires_grad"):
         table(Deep(), "*: freeze")
     with pytest.raises(ConfigError, match=r"--optim.layer-decay: the model has no list of repeated layers"):
@@ -157,7 +157,7 @@ def ruled(world, folder, engine, exact, dtype=torch.float32):
     return mark(folder)[0]
 
 
-def test_rules_give_the_same_bits_on_every_engine_and_number_of_ranks(tmp_path):
+def test_rules_are_bitwise_on_every_engine_and_world(tmp_path):
     alone = ruled(None, tmp_path / "one", "single", True)
     for engine in ("ddp", "zero", "fsdp"):
         assert run(ruled, 2, tmp_path / engine, engine, True) == [alone, alone]
