@@ -113,7 +113,7 @@ class Planted(Ragged):
 
 def test_what_a_task_waits_for_is_found_with_its_line(tmp_path):
     waits = watched(tmp_path, Planted(dtype=torch.float32))[0]
-    assert {(wait.file, wait.function) for wait in waits} == {("training/test_waits.py", "loss")}
+    assert {(wait.file, wait.function) for wait in waits} == {("training/test_host_waits.py", "loss")}
     lines = [(wait.line.removeprefix("assert "), wait.what) for wait in waits]
     assert len(lines) == 8 * 4 * len(WATCHED)
     assert dict.fromkeys(lines).keys() == {

@@ -35,8 +35,8 @@ def _raised(error: BaseException) -> BaseException:
 @pytest.mark.parametrize(
     ("error", "begins"),
     [
-        (ValueError("bad sample 17\nmore"), "ValueError: bad sample 17 (test_ends.py:"),
-        (RuntimeError(), "RuntimeError (test_ends.py:"),
+        (ValueError("bad sample 17\nmore"), "ValueError: bad sample 17 (test_failure_messages.py:"),
+        (RuntimeError(), "RuntimeError (test_failure_messages.py:"),
         (_Mute(), "_Mute: "),
         (
             ExceptionGroup("several", [KeyError("a"), OSError("b")]),
@@ -48,7 +48,7 @@ def test_an_error_is_one_line_with_its_own_class_and_place(error: BaseException,
     line = error_line(_raised(error))
     assert line.startswith(begins)
     assert "\n" not in line
-    assert "test_ends.py:" in line
+    assert "test_failure_messages.py:" in line
 
 
 def test_traceback_begins_with_the_users_first_frame() -> None:
@@ -69,7 +69,7 @@ def test_users_stop_iteration_is_no_error_of_the_generator() -> None:
 
     with pytest.raises(RuntimeError) as caught:
         next(steps())
-    assert error_line(caught.value).startswith("StopIteration (test_ends.py:")
+    assert error_line(caught.value).startswith("StopIteration (test_failure_messages.py:")
     assert user_traceback(caught.value).splitlines()[-1] == "StopIteration"
     assert error_line(_raised(RuntimeError("no"))).startswith("RuntimeError: no (")
 
@@ -112,7 +112,9 @@ def test_ranks_print_a_shared_traceback_once_and_no_follow_up(
     said = report(1, boom)
     assert said.count("Traceback (") == 1
     assert said.count("at the start") == 1  # in the last line
-    assert said.splitlines()[-1].startswith("lockstep: error: rank 1 at the start: ValueError: boom (test_ends.py:")
+    assert said.splitlines()[-1].startswith(
+        "lockstep: error: rank 1 at the start: ValueError: boom (test_failure_messages.py:"
+    )
     assert report(0, boom) == ""
     assert report(0, _raised(KeyError("other"))).count("Traceback (") == 1
     later = tmp_path / "attempt_1"
@@ -143,7 +145,7 @@ def test_the_last_line_names_the_ranks_that_were_lost(losses: list[str], size: i
 def test_keyboard_interrupt_without_a_signal_is_a_code_error() -> None:
     with pytest.raises(LockstepError) as caught, Preemption(PendingStop()):
         raise KeyboardInterrupt
-    assert "test_ends.py:" in str(caught.value)
+    assert "test_failure_messages.py:" in str(caught.value)
 
 
 def test_a_second_ctrl_c_stays_a_keyboard_interrupt() -> None:
