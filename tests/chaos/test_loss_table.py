@@ -1,4 +1,4 @@
-"""Each kind of loss at each moment of a run, judged by `loss_table`; the short form has three rows."""
+"""Each kind of loss at each moment of a run, judged by `loss_table`; the short form has one row."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from loss_table import judge, table, undisturbed
 
-SHORT = [("exit0", "middle"), ("kill", "trial"), ("exit3", "groups")]
+SHORT = [
+    ("exit0", "middle"),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in (("kill", "trial"), ("exit3", "groups"))),
+]
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,7 @@ def ended(processes, out, seconds=90.0):
     return [finish(process, out, time.monotonic(), seconds) for process in processes]
 
 
+@pytest.mark.slow
 def test_run_survives_a_lost_rank_and_another_nodes_launcher(data, tmp_path, whole):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},

@@ -104,6 +104,7 @@ def test_lost_rank_is_replaced_and_others_keep_their_processes(data, tmp_path):
     assert 0 <= spent.seconds["unknown"] < 0.5 * spent.wall  # what the killed one had not written
 
 
+@pytest.mark.slow
 def test_new_process_is_forked_from_the_preloaded_one(data, tmp_path):
     long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(2)]
     flags, slow = (*FOUR, "--max-steps", "400"), [*long, {**long[1], "replaced": 1}]
@@ -380,6 +381,7 @@ def test_a_lost_rank_0_hands_the_upload_to_another(data, tmp_path, whole):
     assert "not uploaded" not in run.said
 
 
+@pytest.mark.slow
 def test_lost_rank_with_a_quantized_base_is_replaced_bitwise(tmp_path):
     """The new process quantizes the base again."""
     pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
@@ -397,6 +399,7 @@ def test_lost_rank_with_a_quantized_base_is_replaced_bitwise(tmp_path):
     assert replaced(tmp_path, write, experiment="default")
 
 
+@pytest.mark.slow
 def test_lost_rank_of_a_trl_trainer_is_replaced_bitwise(tmp_path, monkeypatch):
     """The new process loads the reference model again."""
     pytest.importorskip("trl", reason="the extra trl is not installed")

@@ -1,10 +1,7 @@
 """Rules for groups: patterns, layer-wise decay, freezing, each against a table by hand; and what is wrong in them."""
 
 import math
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch import nn
 from toys import Ragged, taken
 
 import lockstep
+from lockstep import cli
 from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.engines.blocks import repeated_layers
@@ -194,19 +192,12 @@ def test_show_groups_asks_no_run_that_lies_there(tmp_path, capsys):
     assert "layers.0.weight" in capsys.readouterr().out
 
 
-def test_show_groups_prints_them_and_trains_nothing(tmp_path):
+def test_show_groups_prints_them_and_trains_nothing(tmp_path, monkeypatch, capsys):
     _file(tmp_path)
+    monkeypatch.chdir(tmp_path)
     flags = ["--task", "mine.py:Mine", "--optim.layer-decay", "0.5", "--optim.groups", "tokens.*: freeze", "--lr", "1"]
-    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "from lockstep.cli import main; main()", "train", "--show-groups", *flags],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+    assert cli.dispatch(["train", "--show-groups", *flags]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["group", "tensors", "parameters", "lr", "weight", "decay", "names"]
     assert [row[:6] for row in rows[1:] if row[0] == "0"] == [["0", "1", "16", "0.125", "0.01", "layers.0.weight"]]
     assert [row[:4] for row in rows if row[0] == "frozen"] == [["frozen", "1", "32", "tokens.weight"]]

@@ -71,7 +71,7 @@ def test_the_scripts_have_the_mistakes_of_the_table(monkeypatch):
         ("ddp", ("rank-average", "other-rate")),
         pytest.param("accelerate", ("rank-average", "scheduler-twice"), marks=pytest.mark.slow),
         ("lightning", ("rank-average",)),
-        ("hf", ("tokens-per-device",)),
+        pytest.param("hf", ("tokens-per-device",), marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_named_and_the_correct_script_is_silent(script, mistakes):

@@ -110,7 +110,7 @@ def every(world, exact):
     }
 
 
-@pytest.mark.parametrize(("ranks", "exact"), [(2, True), (3, True), (2, False)])
+@pytest.mark.parametrize(("ranks", "exact"), [pytest.param(2, True, marks=pytest.mark.slow), (3, True), (2, False)])
 def test_so_it_does_in_every_engine_on_any_number_of_ranks(ranks, exact):
     wanted = {case: by_engine(World(), "single", case[0], PLANS[case[1]], exact)[0].tolist() for case in CASES}
     for found in run(every, ranks, exact):

@@ -61,7 +61,7 @@ def test_one_process_is_one_graph_over_the_step(task, micro, tmp_path):
 CASES = [("Contrastive", {"dropout": 0.2, "norm": True}), ("ContrastiveRows", {"dropout": 0.2}), ("Dice", {})]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 7])
 def test_the_same_bits_on_any_number_of_ranks(ranks, tmp_path):
     """7 micro-batches, and a short last step: on 7 ranks each has one, and keeps its graph."""
     one = [(*case, f"one-{case[0]}", {"engine": "single", "max_steps": 0, "num_epochs": 1}) for case in CASES]

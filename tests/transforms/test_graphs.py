@@ -105,14 +105,22 @@ CHANGES = {
     "exact": {"exact": True},
     "bf16": {"precision": "bf16"},
 }
+# Of `make test-full` alone.
+MORE_WHOLE = ("plain", "selective", "exact", "bf16")
+MORE_BLOCKS = ("plain", "recomputed", "selective", "bf16")
 
 
 @pytest.mark.parametrize(
     ("scope", "graphs", "changes"),
     [
-        *(pytest.param("whole", 1, changes, id=f"{name}-whole") for name, changes in CHANGES.items()),
-        *(pytest.param("blocks", 2, changes, id=f"{name}-blocks") for name, changes in CHANGES.items()),
-        pytest.param("auto", 2, {}, id="plain-auto"),
+        pytest.param("whole", 1, CHANGES["recomputed"], id="recomputed-whole"),
+        pytest.param("blocks", 2, CHANGES["exact"], id="exact-blocks"),
+        *(pytest.param("whole", 1, CHANGES[name], id=f"{name}-whole", marks=pytest.mark.slow) for name in MORE_WHOLE),
+        *(
+            pytest.param("blocks", 2, CHANGES[name], id=f"{name}-blocks", marks=pytest.mark.slow)
+            for name in MORE_BLOCKS
+        ),
+        pytest.param("auto", 2, {}, id="plain-auto", marks=pytest.mark.slow),
     ],
 )
 def test_training_compiles_once_with_its_loss_in_a_graph(tmp_path, scope, graphs, changes):
@@ -128,7 +136,7 @@ def test_training_compiles_once_with_its_loss_in_a_graph(tmp_path, scope, graphs
     assert own == pytest.approx(loss, rel=close)
 
 
-@pytest.mark.parametrize("scope", ["whole", "blocks"])
+@pytest.mark.parametrize("scope", ["whole", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_chunks_of_the_loss_are_compiled_too(tmp_path, scope):
     wanted, loss = trained(tmp_path, language(loss_chunk=5), "eager")
     found, own, seen = counted_run(tmp_path, language(loss_chunk=5), compile_scope=scope)
@@ -201,13 +209,17 @@ def on_ranks(world, folder, cases):
     return found
 
 
-def test_ranks_compile_as_often_as_one_process_and_train_alike(tmp_path):
+ON_RANKS = [("ddp", "whole", False), ("ddp", "blocks", True), ("zero", "whole", False), ("zero", "whole", True)]
+ON_RANKS += [("fsdp", "blocks", False), ("fsdp", "blocks", True)]
+
+
+@pytest.mark.parametrize(
+    "chosen", [[ON_RANKS[0], ON_RANKS[-1]], pytest.param(ON_RANKS[1:-1], marks=pytest.mark.slow)], ids=["two", "others"]
+)
+def test_ranks_compile_as_often_as_one_process_and_train_alike(tmp_path, chosen):
     cases = [
         (f"{engine}-{scope}-{exact}", {"engine": engine, "compile_scope": scope, "exact": exact})
-        for engine, scope, exact in (
-            *(("ddp", "whole", False), ("ddp", "blocks", True)),
-            *(("zero", "whole", False), ("zero", "whole", True), ("fsdp", "blocks", False), ("fsdp", "blocks", True)),
-        )
+        for engine, scope, exact in chosen
     ]
     first, second = run(on_ranks, 2, tmp_path, cases, timeout=300.0)
     _, wanted = trained(tmp_path, language(), "eager")
@@ -286,7 +298,7 @@ def test_a_resume_goes_on_with_the_same_bits(tmp_path):
     """Also where it begins with the short micro-batch, or with an evaluation of other shapes."""
     with counting.counted():
         lockstep.train(settings(tmp_path, "whole", compile=True, exact=True), language())
-    for stop in (1, 2, 3):
+    for stop in (2, 3):
         with counting.counted():
             lockstep.train(settings(tmp_path, "parted", compile=True, exact=True, stop_at=stop), language())
     with counting.counted():
