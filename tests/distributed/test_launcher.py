@@ -115,7 +115,7 @@ def test_every_entry_to_a_run_refuses_them_before_writing(tmp_path, monkeypatch)
     config = small_runs.config(tmp_path)
     ways = [
         lambda: train_command.command(["--save-dir", str(tmp_path)]),
-        lambda: train_command.command(["--find-micro-batch"]),
+        lambda: train_command.command(["--show-groups"]),
         lambda: lockstep.train(config, None),
         lambda: World.join("cpu"),
     ]
