@@ -67,7 +67,7 @@ test-full: .venv/dev .venv/lightning-2.5.6 ## the slow tests too
 # What depends on the version of torch: engines, exact bits, graphs, saves, waits, forks, what a GPU's tests do on a CPU.
 OLDEST := tests/engines tests/transforms tests/launch/test_preloaded.py $(wildcard tests/launch/test_fork*.py) \
 	tests/guards/test_saver.py tests/checkpoint/test_checkpoint_round_trip.py \
-	tests/training/test_waits.py tests/training/test_decided_on_device.py tests/test_gpu_runs.py
+	tests/training/test_host_waits.py tests/training/test_device_updates.py tests/test_gpu_runs.py
 
 test-oldest: .venv-oldest/dev ## the tests that depend on torch's version, on the oldest one that is promised (2.11)
 	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(OLDEST)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOSS = "lockstep.tasks.language_model:CausalLM.loss"
 NEEDS_ROOT = "skipped: needs root"
 HOSTILE = (
-    "tests/guards/test_hostile.py",
+    "tests/guards/test_hostile_input.py",
     "tests/checkpoint/test_checkpoint_damage.py",
     "tests/checkpoint/test_checkpoint_command.py",
     "tests/test_environment.py",

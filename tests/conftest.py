@@ -34,7 +34,7 @@ LONGEST = (
     "chaos/test_chaos",
     "chaos/test_lost_ranks",
     "transforms/test_graphs",
-    "training/test_user",
+    "training/test_run_loop",
     "training/test_trained_set",
     "trace/test_trace_cases",
     "test_examples",

@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_program_of_the_readme_has_the_same_fingerprint_on_two_processes(tmp_path):
+def test_readme_program_has_one_fingerprint_on_two_processes(tmp_path):
     run_page("README.md", tmp_path, ["classes.py"])
     same_fingerprints(tmp_path, "classes.py", "--exact", "--max-steps", "20", "--experiment-name")
     text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -217,7 +217,7 @@ def same_fingerprints(folder, *words):
     assert inspected(folder / "outputs" / "one") == inspected(folder / "outputs" / "two")
 
 
-def test_the_quickstart_runs_and_its_folder_has_the_files_and_fields_of_the_pages(tmp_path):
+def test_quickstart_runs_and_its_folder_is_as_documented(tmp_path):
     run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
     python = warm.python()
     shown = go(tmp_path, python, "spirals.py", "--exact", "--csv")
@@ -255,7 +255,7 @@ def test_the_tutorial_of_images_runs(tmp_path):
     assert "top1" in shown
 
 
-def test_the_tutorial_of_a_ddp_script_finds_the_mistake_and_proves_the_mend(tmp_path):
+def test_ddp_tutorial_finds_the_mistake_and_proves_the_fix(tmp_path):
     wrong, mend = blocks("docs/tutorials/check-a-script.md")
     (line,) = (line for line in wrong.splitlines(keepends=True) if "cross_entropy" in line)
     (tmp_path / "ddp.py").write_text(wrong, encoding="utf-8")
@@ -272,7 +272,7 @@ def test_the_tutorial_of_a_ddp_script_finds_the_mistake_and_proves_the_mend(tmp_
     assert "SAME" in go(tmp_path, *lockstep_command, "compare", "three", "four")
 
 
-def test_the_tutorial_of_contrastive_training_has_one_result_on_two_processes(tmp_path):
+def test_contrastive_tutorial_has_one_result_on_two_processes(tmp_path):
     run_page("docs/tutorials/contrastive.md", tmp_path, ["pairs.py", "wrong.py"])
     same_fingerprints(tmp_path, "pairs.py", "--exact", "--max-steps", "20", "--experiment-name")
     go(tmp_path, warm.python(), "wrong.py", code=1)
@@ -280,7 +280,7 @@ def test_the_tutorial_of_contrastive_training_has_one_result_on_two_processes(tm
 
 
 @pytest.mark.filterwarnings("ignore:::lightning")
-def test_the_tutorial_of_lightning_has_one_result_on_two_processes(here, tmp_path, monkeypatch):
+def test_lightning_tutorial_has_one_result_on_two_processes(here, tmp_path, monkeypatch):
     pytest.importorskip("lightning")
     run_page("docs/tutorials/from-lightning.md", tmp_path, ["module.py", "before.py", "after.py"])
     monkeypatch.syspath_prepend(tmp_path)
@@ -392,7 +392,7 @@ def test_a_tutorial_of_hugging_face_prints_what_it_shows(tmp_path, bash, page, f
     assert len([line for line in printed.splitlines() if is_alike(line, shown)]) >= 2  # by both programs
 
 
-def test_the_tutorial_of_two_nodes_loses_one_and_has_the_bits_of_one_process(tmp_path, bash):
+def test_two_node_tutorial_loses_one_and_is_bitwise(tmp_path, bash):
     name = "docs/tutorials/two-nodes.md"
     run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
     port = str(free_port())
@@ -418,7 +418,7 @@ def test_the_tutorial_of_two_nodes_loses_one_and_has_the_bits_of_one_process(tmp
     assert re.search(r"^ok +meeting +4 ranks", node0.communicate(timeout=100)[0], re.MULTILINE)
 
 
-def test_the_tutorial_of_slurm_has_the_bits_of_one_process_on_two_nodes(tmp_path, tmp_path_factory, bash):
+def test_slurm_tutorial_is_bitwise_on_two_nodes(tmp_path, tmp_path_factory, bash):
     name = "docs/tutorials/slurm.md"
     run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
     alone, dry, submit, look, seeds, runs = fenced(name, "sh")

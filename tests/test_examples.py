@@ -1,5 +1,10 @@
-"""The examples run as they stand, alone and on two processes."""
+"""The examples run as they stand, alone and on two processes.
 
+Those whose training other tests have are marked slow; that what they import is there is checked of all.
+"""
+
+import ast
+import importlib
 import json
 import os
 import re
@@ -44,6 +49,7 @@ def test_own_loop_is_the_same_alone_on_two_and_after_a_resume(tmp_path):
     assert len(loop.splitlines()) <= 20
 
 
+@pytest.mark.slow
 def test_segmentation_has_the_same_bits_alone_and_on_two(tmp_path):
     for processes in (0, 2):
         shown = go(
@@ -80,6 +86,7 @@ def test_a_gan_of_two_engines_is_the_same_alone_and_on_two():
     assert two == pytest.approx(alone, abs=0.02)  # rank 0 prints its own points
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_and_exports_them(tmp_path, weights_folder):
     notes = write_jsonl(tmp_path / "notes.jsonl", [{"text": text} for text in texts(60)])
     flags = (
@@ -92,6 +99,7 @@ def test_lora_trains_adapters_and_exports_them(tmp_path, weights_folder):
     assert (tmp_path / "tuned-adapters" / "adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_the_best_and_tells_what_it_has(tmp_path):
     flags = ("--max-steps", "40", "--save-dir", str(tmp_path))
     shown = [go("sweep.py", *flags).splitlines()[-1] for _ in range(2)]
@@ -104,7 +112,7 @@ def test_a_sweep_takes_the_best_and_tells_what_it_has(tmp_path):
     assert shown[0] == f"best: lr {best}, evaluation loss {losses[best]:.4f}, 4482 parameters"
 
 
-def test_find_lr_goes_on_until_the_loss_diverges_and_names_a_rate(tmp_path):
+def test_find_lr_continues_until_divergence_and_names_a_rate(tmp_path):
     shown = go("find_lr.py", "--save-dir", str(tmp_path))
     rates, losses = numbers(shown, "rate"), numbers(shown, "loss")
     assert rates[:2] == [1e-7, 1.2e-7]
@@ -114,6 +122,7 @@ def test_find_lr_goes_on_until_the_loss_diverges_and_names_a_rate(tmp_path):
     assert 3e-4 < fastest < 0.01
 
 
+@pytest.mark.slow
 def test_the_notebooks_cells_run_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, names = notebook(), {}
@@ -145,12 +154,27 @@ def test_an_example_is_short(path):
     assert lines(text) < 40
 
 
+@pytest.mark.parametrize(
+    "path", [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "notebook.ipynb"], ids=lambda path: path.name
+)
+def test_what_an_example_uses_of_lockstep_exists(path):
+    text = path.read_text(encoding="utf-8") if path.suffix == ".py" else "\n".join(notebook())
+    used = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "lockstep":
+            used += [(node.module, alias.name) for alias in node.names]
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lockstep":
+            used.append(("lockstep", node.attr))
+    assert not [name for module, name in used if not hasattr(importlib.import_module(module), name)]
+
+
 def test_there_is_no_example_without_a_test():
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     own = Path(__file__).read_text(encoding="utf-8")
     assert {name for name in files if f'"{name}"' not in own} == set()
 
 
+@pytest.mark.slow
 def test_the_command_for_skypilot_trains_on_two_machines(tmp_path):
     """Its file says what each machine runs; SkyPilot sets these variables."""
     yaml = pytest.importorskip("yaml")

@@ -60,7 +60,7 @@ def losses(tmp_path, name="r"):
     return [record["running_loss"] for record in records(tmp_path / name / "metrics.jsonl") if "lr" in record]
 
 
-def test_exact_with_batchnorm_repeats_its_bits_and_resumes_to_them(device, tmp_path):
+def test_exact_with_batchnorm_repeats_and_resumes_bitwise(device, tmp_path):
     exact = {"exact": True, "device": device, "micro_batch_size": 4}
     run(tmp_path, Images(), "one", **exact)
     run(tmp_path, Images(), "two", **exact)
@@ -69,7 +69,7 @@ def test_exact_with_batchnorm_repeats_its_bits_and_resumes_to_them(device, tmp_p
     assert mark(tmp_path, "one") == mark(tmp_path, "two") == mark(tmp_path)
 
 
-def test_a_step_that_is_not_finite_leaves_weights_and_batchnorm_as_they_were(device, tmp_path):
+def test_not_finite_step_leaves_weights_and_batchnorm(device, tmp_path):
     task = Images()
     task.nan_at = 5
     done = run(tmp_path, task, device=device, micro_batch_size=4, guards={"nonfinite": "skip"})

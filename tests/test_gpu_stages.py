@@ -41,7 +41,7 @@ def figures(result):
     return {each["figure"]: each for each in result["figures"]}
 
 
-def test_stages_are_rehearsed_without_a_gpu_and_write_one_page_and_one_tarball(tmp_path):
+def test_stages_rehearse_without_a_gpu_and_write_a_tarball(tmp_path):
     found, said = rehearse(tmp_path, "machine", "one")
     assert {name: each["ended"] for name, each in found.items()} == dict.fromkeys(found, "done"), said
     assert not [each for stage in found.values() for each in stage["other"] if "failed" in each], said
@@ -109,7 +109,7 @@ GOOD = f"print({LINE!r})\n"
 BAD_REHEARSAL = f"import sys\nif '--tiny' in sys.argv: raise SystemExit(3)\n{GOOD}"
 
 
-def test_a_stage_whose_rehearsal_fails_is_left_out_and_the_essential_one_ends_the_call(stages, tmp_path, monkeypatch):
+def test_failed_rehearsal_skips_its_stage_or_ends_an_essential(stages, tmp_path, monkeypatch):
     tests = ("print('1 passed')\n", None)
     programs = {"tests": tests, "contest": (BAD_REHEARSAL, ""), "one": (GOOD, "")}
     well, ended = call(stages, tmp_path, monkeypatch, programs)
@@ -122,7 +122,7 @@ def test_a_stage_whose_rehearsal_fails_is_left_out_and_the_essential_one_ends_th
     assert "after" not in ended
 
 
-def test_a_stage_that_hangs_or_fails_ends_nothing_else_and_none_is_begun_without_time(stages, tmp_path, monkeypatch):
+def test_stage_that_hangs_or_fails_ends_nothing_else(stages, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "LEAST", 1)
     monkeypatch.setattr(stages, "GRACE", 1)
     hangs = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('FAILED tests/a.py::b - x')\n"

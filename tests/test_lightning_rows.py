@@ -25,7 +25,7 @@ def language() -> ModuleType:
     return module
 
 
-def test_thirty_modules_of_at_least_fifteen_repositories_each_named_to_the_byte(language: ModuleType) -> None:
+def test_thirty_modules_of_fifteen_repositories_by_digest(language: ModuleType) -> None:
     rows = language.rows()
     assert len(rows) == 30
     assert len({row["repository"] for row in rows}) >= 15

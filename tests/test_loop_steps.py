@@ -143,7 +143,7 @@ def test_a_loss_is_one_number_whatever_its_shape():
             check_scalar(value)
 
 
-def test_a_devices_clock_waits_for_nothing_and_tells_what_has_come_to_pass():
+def test_device_clock_reports_finished_laps_without_waiting():
     with FakeCuda(fast=False) as cuda:
         clock = make_clock(DEVICE)
         assert clock.read() == clock.spent() == {}
@@ -167,7 +167,7 @@ def test_a_devices_clock_waits_for_nothing_and_tells_what_has_come_to_pass():
     assert not [line for line in cuda.log if line.startswith("wait")]
 
 
-def test_the_clock_tells_laps_of_one_beginning_together_and_knows_its_steps(monkeypatch):
+def test_clock_reports_laps_of_one_start_together_by_step(monkeypatch):
     now = SimpleNamespace(value=0.0)
     monkeypatch.setattr("lockstep.clock.time", SimpleNamespace(perf_counter=lambda: now.value))
     clock = HostClock()

@@ -261,7 +261,7 @@ def test_objects_that_know_each_other():
     assert (task.count, other.seen) == (0, [])
 
 
-def test_objects_in_containers_have_paths_and_values_in_them_are_the_containers():
+def test_objects_in_containers_have_paths_and_values_do_not():
     def act(task):
         task.callbacks[1].count += 1
         task.by_name["a"].items.append(1)
@@ -290,7 +290,7 @@ class Net(nn.Module):
         return self.encoder(x)
 
 
-def test_modules_are_named_by_dotted_names_and_lose_what_came_late():
+def test_modules_have_dotted_names_and_lose_what_came_late():
     model = nn.Sequential(Net(), nn.Dropout()).eval()
     names = sorted(model.state_dict())
     state = ObjectState({"model": model}, untouched=model.parameters())
@@ -310,7 +310,7 @@ def test_modules_are_named_by_dotted_names_and_lose_what_came_late():
     assert state.changes() == []
 
 
-def test_weights_that_the_caller_restores_are_watched_and_not_copied():
+def test_weights_restored_by_the_caller_are_not_copied():
     model = nn.Linear(2, 2)
     state = ObjectState({"model": model}, untouched=model.parameters())
     assert state.copied == 0

@@ -242,7 +242,7 @@ def test_each_distribution_holds_what_it_needs_and_nothing_else(built):
 
 
 @pytest.mark.slow
-def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_path):
+def test_wheel_has_itself_and_nothing_undeclared(empty, tmp_path):
     code = "import lockstep, sys; print(lockstep.__file__)\n"
     code += "import importlib.util as u; print([n for n in sys.argv[1:] if u.find_spec(n)])"
     absent = ["libcst", "transformers", "datasets", "wandb", "tensorboard", "deepspeed", "pytest"]
@@ -252,7 +252,7 @@ def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_pat
 
 
 @pytest.mark.slow
-def test_both_wheels_train_lint_and_verify_in_an_empty_environment(built, tmp_path):
+def test_both_wheels_train_lint_and_verify_when_installed(built, tmp_path):
     requirements = [*PROJECT["dependencies"], *LINTER["optional-dependencies"]["fix"]]
     place = environment(tmp_path / "env", built.glob("*.whl"), requirements)
     done = go(["bash", ROOT / "scripts" / "smoke.sh", place], cwd=tmp_path)

@@ -201,7 +201,7 @@ class RayCluster:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_lost_actor_or_node_starts_all_again_from_the_checkpoint_or_ends_in_one_line(tmp_path):
+def test_lost_actor_or_node_restarts_from_the_checkpoint_or_ends(tmp_path):
     """One Ray cluster for all four: undisturbed, an actor lost, a node lost with another to spare, and without."""
     wanted = undisturbed(prepare(tmp_path / "alone"))
     short = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # a socket's path has 107 bytes

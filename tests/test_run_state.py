@@ -72,7 +72,7 @@ def test_a_new_run_has_written_nothing_but_its_sums_and_no_best():
     assert RunState().global_step == 0
 
 
-def test_the_best_of_an_earlier_version_has_the_loss_as_its_metric():
+def test_best_of_an_earlier_version_has_the_loss_as_metric():
     best = RunState.from_json({"best": {"step": 3, "loss": 2.0}}).selection.best
     assert (best.metric, best.metric_value) == ("loss", 2.0)
 
@@ -91,7 +91,7 @@ def test_the_best_of_an_earlier_version_has_the_loss_as_its_metric():
         ("extended", {"asked": 1.5, "at": 1, "from": 1, "max_steps": 1, "num_epochs": 0}),
     ],
 )
-def test_another_type_is_refused_by_name_and_left_out_for_a_report(key, value):
+def test_another_type_is_refused_by_name_or_left_out_of_reports(key, value):
     with refuses(CheckpointError, "step-00000007/state.json", key):
         RunState.from_json({key: value}, "step-00000007/state.json")
     assert RunState.from_json({key: value, "world_size": 2}, lenient=True) == RunState(world_size=2)

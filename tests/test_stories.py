@@ -22,7 +22,7 @@ def test_the_document_has_the_table_of_the_programs():
     assert STORIES["BEGIN"] + STORIES["table"]() + STORIES["END"] in text
 
 
-def test_a_statement_counts_once_however_it_is_broken_and_an_import_not(tmp_path):
+def test_statement_counts_once_however_split_and_imports_do_not(tmp_path):
     (tmp_path / "a.py").write_text(
         '"""Said."""\n\nimport os\nfrom sys import (\n    argv,\n)\n\n'
         '# why\nx = (\n    1,\n    2,\n)\n\n\ndef f():\n    """Said."""\n    return x\n'
@@ -68,7 +68,7 @@ def test_resume_and_export(program, tmp_path):
     assert all(first[name].equal(again[name]) for name in first)
 
 
-def test_chats_are_learned_exported_and_answered_by_the_documents_commands(tmp_path, monkeypatch, capsys):
+def test_chat_is_learned_exported_and_answered_by_the_docs(tmp_path, monkeypatch, capsys):
     chats = runpy.run_path(str(ROOT / "bench" / "chats.py"))
     model = hub_files.write_model(tmp_path / "model", weights=True, n_positions=256, pad_token_id=0)
     (model / "chat_template.jinja").write_text(STORIES["TEMPLATE"])

@@ -116,7 +116,7 @@ def test_the_class_itself_is_not_a_task():
         as_task(Plain)
 
 
-def test_a_task_imports_its_own_neighbours_before_others_of_that_name(tmp_path, monkeypatch):
+def test_task_imports_its_own_neighbours_first(tmp_path, monkeypatch):
     for folder, value in (("mine", 1), ("other", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "neighbour_of_a_task.py").write_text(f"VALUE = {value}\n")
@@ -126,7 +126,7 @@ def test_a_task_imports_its_own_neighbours_before_others_of_that_name(tmp_path, 
     assert load_task(f"{tmp_path}/mine/tasked.py:Mine").value == 1
 
 
-def test_a_method_that_is_missing_is_named_before_the_task_is_made(tmp_path):
+def test_missing_method_is_named_before_the_task_is_made(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import lockstep\nclass A(lockstep.Task):\n    def model(self): ...\nclass B(A):\n    datset = A.model\n"

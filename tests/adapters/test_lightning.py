@@ -63,7 +63,7 @@ def test_the_guides_autoencoder_trains_as_under_lightning(tmp_path, package):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_a_batch_sampler_of_unlike_lists_trains_as_under_lightning(tmp_path):
+def test_uneven_batch_sampler_trains_as_under_lightning(tmp_path):
     kind = classifier(L)
     theirs, _ = their_losses(L, seeded(kind), uneven(), max_epochs=3)
     ours, run = trained(tmp_path, seeded(kind), uneven(), trainer(L, max_epochs=3))
@@ -110,7 +110,7 @@ def test_every_form_of_configure_optimizers_has_lightnings_rates(tmp_path, confi
     np.testing.assert_allclose(module.rates, rates, rtol=1e-12)
 
 
-def test_numbers_are_reduced_over_items_as_on_one_device_under_lightning(tmp_path):
+def test_numbers_are_reduced_over_items_as_under_lightning(tmp_path):
     """The last batch of the held-out set is short, so a mean of means would be another number."""
     module = seeded(classifier(L))
     _, made = their_losses(L, module, loaders())
@@ -206,7 +206,7 @@ def test_batches_of_each_evaluation_set_are_numbered_from_0(tmp_path):
     assert ours[:5] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-def test_a_batch_of_lightnings_has_its_hooks_once_with_accumulation_too(tmp_path):
+def test_accumulated_batch_has_its_hooks_once(tmp_path):
     theirs, kind = recording()
     their_losses(L, seeded(kind), loaders(32, 16), accumulate_grad_batches=2)
     ours, kind = recording()
@@ -258,7 +258,7 @@ def test_micro_batches_that_step_unalike_are_told_apart(tmp_path):
         trained(tmp_path, seeded(Unalike), DataLoader(rows(), 16), trainer(L), micro_batch_size=4)
 
 
-def test_a_resume_goes_on_with_schedulers_plateaus_and_what_the_module_saved(tmp_path):
+def test_resume_restores_schedulers_plateaus_and_saved_state(tmp_path):
     class Saving(classifier(L, configure=plateau)):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["mine"] = {"seen": torch.arange(3), "name": "x"}
@@ -284,7 +284,7 @@ def test_a_gan_resumes_bit_for_bit(tmp_path):
     assert begun + rest == whole
 
 
-def test_metrics_with_a_state_are_merged_and_those_of_training_stay_apart(tmp_path):
+def test_metric_states_merge_and_training_metrics_stay_apart(tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Measured(autoencoder(L)):
@@ -427,7 +427,7 @@ def test_what_cannot_lie_in_a_checkpoint_is_told_by_its_hook(tmp_path):
     assert run.model.loaded is torch.float64
 
 
-def test_a_module_of_its_own_in_the_checkpoint_is_the_resumed_ones(tmp_path):
+def test_resume_uses_the_module_in_the_checkpoint(tmp_path):
     class Saving(autoencoder(L)):
         def on_save_checkpoint(self, checkpoint):
             checkpoint |= {"held": self.encoder, "best": 0.5}
@@ -441,7 +441,7 @@ def test_a_module_of_its_own_in_the_checkpoint_is_the_resumed_ones(tmp_path):
     assert run.model.loaded == 0.5
 
 
-def test_what_cannot_lie_in_a_checkpoint_is_refused_before_step_1(tmp_path):
+def test_what_a_checkpoint_cannot_hold_is_refused_before_step_1(tmp_path):
     taken = []
 
     class Saving(autoencoder(L)):
@@ -466,7 +466,7 @@ def test_what_cannot_lie_in_a_checkpoint_is_refused_before_step_1(tmp_path):
     assert not taken
 
 
-def test_what_is_saved_is_tried_once_in_a_new_run_and_leaves_nothing_behind(tmp_path):
+def test_saved_state_is_tried_once_and_leaves_nothing_behind(tmp_path):
     seen = []
 
     class Saving(autoencoder(L)):
@@ -502,7 +502,7 @@ def test_what_is_saved_is_tried_once_in_a_new_run_and_leaves_nothing_behind(tmp_
     ],
     ids=["clip", "ema", "nonfinite", "spike", "fp16"],
 )
-def test_what_needs_one_update_a_step_is_refused_with_manual_optimization(tmp_path, changes, setting):
+def test_manual_optimization_refuses_single_update_options(tmp_path, changes, setting):
     with refuses(LockstepError, setting):
         trained(tmp_path, seeded(gan(L)), loaders()[0], trainer(L), **changes)
     assert not list(tmp_path.rglob("checkpoints/step-*"))
@@ -523,7 +523,7 @@ def test_a_gan_with_a_bad_sample_stops_or_goes_back(tmp_path, policy):
     assert np.isfinite(losses[-3:]).all()
 
 
-def test_a_loader_whose_collation_leaves_samples_out_counts_those_that_are_left(tmp_path):
+def test_collation_that_drops_samples_counts_the_rest(tmp_path):
     def one_less(samples):
         return default_collate(samples[:-1] if len(samples) > 1 else samples)
 

@@ -133,7 +133,7 @@ def plain(which, micro_batches=MICRO):
 
 
 @pytest.mark.parametrize("which", ["adversaries", "recomputing", "siamese"])
-def test_each_run_of_a_layer_counts_as_in_a_plain_loop_on_any_ranks(tmp_path, which):
+def test_each_forward_of_a_layer_counts_as_in_a_plain_loop(tmp_path, which):
     wanted = plain(which)
     counted = {name: int(value) for name, value in wanted.items() if name.endswith("tracked")}
     each = STEPS * MICRO
@@ -165,7 +165,7 @@ def test_two_ranks_together_are_one_device_with_the_whole_batch(tmp_path, which)
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves 1 layers of other classes")
-def test_a_layer_of_ones_own_keeps_the_statistics_of_the_first_micro_batches(tmp_path):
+def test_custom_layer_keeps_the_first_micro_batches_statistics(tmp_path):
     """As each buffer that a forward writes; what a graph of one micro-batch holds is not written for another."""
     wanted, found = plain("adversaries"), trained(tmp_path, "own")
     assert found["maker.1.num_batches_tracked"] == STEPS

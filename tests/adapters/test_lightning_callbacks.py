@@ -73,7 +73,7 @@ def noting(seen, **more):
     return type("Noting", (L.Callback,), {**hooks, **more})()
 
 
-def test_callbacks_are_called_in_lightnings_order_before_the_modules_hooks(tmp_path):
+def test_callbacks_run_in_lightnings_order_before_module_hooks(tmp_path):
     theirs, ours = [], []
     trainer(L, callbacks=[noting(theirs)]).fit(seeded(validated(theirs)), *loaders(24, 16))
     trained(tmp_path, seeded(validated(ours)), loaders(24, 16), [noting(ours)])
@@ -182,7 +182,7 @@ def test_a_callback_that_fails_ends_the_run_and_all_are_told(tmp_path):
         trained(tmp_path / "b", seeded(validated()), loaders(32, 16), [Reading()])
 
 
-def test_what_no_callback_can_do_is_refused_by_name_before_anything_is_written(tmp_path):
+def test_what_callbacks_cannot_do_is_refused_before_writing(tmp_path):
     callbacks = importlib.import_module("lightning.pytorch.callbacks")
     nothing = {hook: lambda self, *given: None for hook in CALLBACK_HOOKS}
     for hook, function in nothing.items():
@@ -278,7 +278,7 @@ def test_each_argument_of_log_has_its_use(tmp_path, argument):
     assert holds(seen), seen
 
 
-def test_every_argument_of_log_and_log_dict_is_in_the_table_and_tried():
+def test_every_argument_of_log_and_log_dict_is_in_the_table():
     known = {*inspect.signature(L.LightningModule.log).parameters}
     known |= {*inspect.signature(L.LightningModule.log_dict).parameters}
     assert known - {"self"} == LOGGING.keys() == USES.keys()
@@ -310,7 +310,7 @@ def test_callbacks_are_called_on_each_rank_for_each_batch(tmp_path):
         assert seen == [(step % 4, rank == 0, rank) for step in range(steps)]
 
 
-def test_a_run_that_goes_back_to_its_start_takes_the_states_of_the_start():
+def test_run_that_rolls_back_to_its_start_restores_its_states():
     callback = Counting()
     served = Served([callback])
     served.load(None)
@@ -397,7 +397,7 @@ def evaluations(result):
     return [record for record in map(json.loads, lines) if "evaluation/items" in record]
 
 
-def test_a_metric_of_the_training_is_monitored_also_by_an_evaluation_that_a_resume_makes_up_for(tmp_path, capsys):
+def test_training_metric_is_monitored_by_a_late_evaluation(tmp_path, capsys):
     saving = [L.callbacks.ModelCheckpoint(tmp_path / "t", monitor="error")]
     theirs = trainer(L, max_epochs=3, enable_checkpointing=True, callbacks=saving)
     theirs.fit(seeded(Judged), *loaders())

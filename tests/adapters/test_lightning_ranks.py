@@ -117,7 +117,7 @@ def unseeded(world, folder, engines):
     return found
 
 
-def test_a_module_that_was_made_without_a_seed_begins_with_rank_0s_values(tmp_path):
+def test_module_made_without_a_seed_has_rank_0s_values(tmp_path):
     before = torch.get_num_threads()
     try:
         ((losses, weights),) = unseeded(None, tmp_path / "one", ["auto"])
@@ -175,7 +175,7 @@ def test_data_is_prepared_by_one_rank_alone(tmp_path):
     assert run(as_prepared, 2, tmp_path) == [["by-0"], ["by-0"]]
 
 
-def test_manual_optimization_does_not_go_with_engines_that_split_a_model(tmp_path):
+def test_manual_optimization_is_refused_with_sharded_engines(tmp_path):
     with pytest.raises(ConfigError, match=r"a task that steps its optimizers itself"):
         trained(tmp_path, "gan", engine="zero")
     modules = importlib.import_module("lightning_modules")

@@ -47,7 +47,7 @@ def config_of(module=None, data=None, **arguments):
     return lockstep.from_lightning(module or seeded(classifier(L)), data or loaders(), trainer(L, **arguments))[0]
 
 
-def test_the_table_has_every_argument_of_a_trainer_and_the_document_every_row():
+def test_table_has_every_trainer_argument_and_the_docs_every_row():
     known = set(inspect.signature(L.Trainer.__init__).parameters) - {"self"}
     assert known == TABLE.keys()
     text = DOC.read_text()
@@ -130,7 +130,7 @@ ELSEWHERE = {"callbacks", "default_root_dir", "logger", "limit_test_batches", "l
 ELSEWHERE |= {"enable_autolog_hparams"}
 
 
-def test_every_argument_of_a_trainer_is_tried_or_has_no_meaning_for_a_reason():
+def test_every_trainer_argument_is_tried_or_has_a_reason():
     tried = {name for given, *_ in FIELDS for name in given} | {name for given in REFUSED for name in given}
     signature = set(inspect.signature(L.Trainer.__init__).parameters) - {"self"}
     idle = {name for name, row in TABLE.items() if row.kind == "idle" and row.what}

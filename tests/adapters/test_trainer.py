@@ -148,7 +148,7 @@ def test_a_sampler_of_ones_own_is_taken(tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_samples_are_grouped_by_length_as_the_trainers_sampler_does(tmp_path):
+def test_samples_are_grouped_by_length_as_the_trainer_does(tmp_path):
     _, task = lockstep.from_trainer(causal(tmp_path, train_sampling_strategy="group_by_length"))
     data, padding = task.dataset("train"), []
     for order in (order_of(task, len(data), 3), Shuffled(len(data), 3)):
@@ -234,7 +234,7 @@ def test_a_loss_function_is_taken(tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_a_given_optimizer_and_its_schedule_are_made_anew_by_name(tmp_path):
+def test_given_optimizer_and_schedule_are_recreated_by_name(tmp_path):
     def build(folder):
         model = causal_model()
         head = [p for name, p in model.named_parameters() if "wte" in name]
@@ -306,7 +306,7 @@ def test_metrics_are_those_of_all_predictions(tmp_path):
     assert result.evaluation.metrics == {"accuracy": theirs["eval_accuracy"], "rows": 10.0}
 
 
-def test_losses_and_inputs_reach_the_metrics_where_they_are_asked_for(tmp_path):
+def test_losses_and_inputs_reach_the_metrics_on_request(tmp_path):
     def seen(prediction):
         assert prediction.inputs.shape[0] == prediction.losses.shape[0] == 10
         return {"eval_longest": float(prediction.inputs.shape[1]), "mean": prediction.losses.mean()}
@@ -334,7 +334,7 @@ def test_several_sets_and_the_best_by_one_of_their_metrics(tmp_path):
     assert trainer.model is best  # which the script goes on with
 
 
-def test_a_metric_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+def test_missing_metric_is_refused_before_writing(tmp_path):
     more = {"compute_metrics": counted, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "acuracy"}
     more |= {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
     config, task = lockstep.from_trainer(causal(tmp_path / "a", **more))
@@ -354,7 +354,7 @@ def test_metrics_that_a_single_batch_is_too_few_for_are_healthy(tmp_path):
     assert result.evaluation.metrics == {"f1": 0.5}
 
 
-def test_a_run_resumes_with_the_same_bits_and_with_loader_processes(tmp_path):
+def test_resume_is_bitwise_also_with_loader_processes(tmp_path):
     """Dropout is drawn in it; the second start has two loader processes."""
     more = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
     _, _, whole = trained(causal(tmp_path / "whole", dropout=0.2, **more))
@@ -443,7 +443,7 @@ def test_what_is_not_served_is_refused_by_its_name(tmp_path, more, said):
     assert "\n" not in str(caught.value)
 
 
-def test_an_argument_that_the_table_does_not_know_is_refused_where_it_is_set(tmp_path):
+def test_argument_unknown_to_the_table_is_refused(tmp_path):
     @dataclasses.dataclass
     class TrainingArguments(transformers.TrainingArguments):
         turbo: int = 0
@@ -527,7 +527,7 @@ def test_an_evaluation_of_ones_own_is_left_to_the_script(tmp_path):
     assert trainer.evaluate()["eval_loss"] > 0
 
 
-def test_an_evaluation_set_without_labels_is_refused_before_anything_is_written(tmp_path):
+def test_evaluation_set_without_labels_is_refused_before_writing(tmp_path):
     rows = [{"input_ids": row["input_ids"]} for row in causal_rows(8)]
     config, task = lockstep.from_trainer(causal(tmp_path / "a", eval_dataset=rows))
     with pytest.raises(ConfigError, match="eval_dataset has no labels"):
@@ -535,7 +535,7 @@ def test_an_evaluation_set_without_labels_is_refused_before_anything_is_written(
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_columns_of_a_dataset_that_the_model_does_not_take_are_left_out(tmp_path):
+def test_columns_that_the_model_does_not_take_are_dropped(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "text": "no tensor"} for _ in range(8)]
     args = transformers.TrainingArguments(**arguments(tmp_path / "a"))

@@ -139,7 +139,7 @@ def greedy(optimizer):
     [one_cycle, cosine, in_steps, in_sequence, chained, by_group, plateau, greedy],
     ids=lambda make: make.__name__,
 )
-def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_path, make):
+def test_scheduler_trains_as_under_the_trainer_and_resumes(tmp_path, make):
     theirs = trainer(tmp_path / "theirs", make)
     with watched_groups() as seen:
         theirs.train()
@@ -156,7 +156,7 @@ def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_p
     assert len(set(map(tuple, groups))) > 2  # it does change them
 
 
-def test_a_resume_with_another_scheduler_is_refused_by_its_class_and_settings(tmp_path):
+def test_resume_with_another_scheduler_is_refused(tmp_path):
     trained(tmp_path, one_cycle, stop_at=4)
     higher = functools.partial(lr_scheduler.OneCycleLR, max_lr=[0.1, 0.4], total_steps=STEPS)
     with refuses(ResumeError, "OneCycleLR", 0.3, 0.4):
@@ -188,7 +188,7 @@ class OwnCycle(transformers.Trainer):
         return self.lr_scheduler
 
 
-def test_a_scheduler_that_a_subclass_creates_cycles_the_momentum_of_each_group(tmp_path):
+def test_subclass_scheduler_cycles_the_momentum_of_each_group(tmp_path):
     _, given, groups = trained(tmp_path / "given", one_cycle)
     _, weights, own_groups = trained(tmp_path / "own", None, kind=OwnCycle)
     same_groups(own_groups, groups)
@@ -196,7 +196,7 @@ def test_a_scheduler_that_a_subclass_creates_cycles_the_momentum_of_each_group(t
         torch.testing.assert_close(weights[name], tensor, rtol=1e-12, atol=1e-14)
 
 
-def test_the_script_keeps_its_own_scheduler_and_callbacks_hear_of_evaluations(tmp_path):
+def test_script_keeps_its_scheduler_and_callbacks_evaluations(tmp_path):
     heard = []
 
     class Listening(transformers.TrainerCallback):

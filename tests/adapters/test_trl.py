@@ -120,7 +120,7 @@ def log_probs(model, batch, mask):
     return found * mask[:, 1:]
 
 
-def test_the_loss_of_accumulated_batches_is_that_of_all_their_tokens(tmp_path):
+def test_loss_of_accumulated_batches_is_over_all_tokens(tmp_path):
     trainer = sft(tmp_path / "a", data="completion", gradient_accumulation_steps=3)
     config, task = lockstep.from_trainer(trainer)
     total = right = labels = 0.0
@@ -137,7 +137,7 @@ def test_the_loss_of_accumulated_batches_is_that_of_all_their_tokens(tmp_path):
     assert numbers["mean_token_accuracy"] == pytest.approx(right / labels, abs=1e-6)
 
 
-def test_the_loss_of_accumulated_batches_is_that_of_all_their_pairs(tmp_path):
+def test_loss_of_accumulated_batches_is_over_all_pairs(tmp_path):
     trainer = dpo(tmp_path / "a", gradient_accumulation_steps=3)
     config, task = lockstep.from_trainer(trainer)
     margins = []
@@ -162,7 +162,7 @@ class Seen(transformers.TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def test_evaluations_the_best_one_and_callbacks_have_trls_numbers(tmp_path):
+def test_evaluations_best_and_callbacks_have_trls_numbers(tmp_path):
     """Batches of the evaluation are alike here; otherwise each pair counts once, and trl's is a mean of their means."""
     seen = Seen()
     more = {"per_device_eval_batch_size": 5, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best"}
@@ -298,7 +298,7 @@ def test_the_table_has_no_argument_that_no_config_has():
         ("sft", {"experts": True, "router_aux_loss_coef": 0.1}, "SFTConfig(router_aux_loss_coef=0.1)"),
     ],
 )
-def test_a_loss_of_a_whole_batch_is_refused_where_a_step_has_several(tmp_path, kind, more, said):
+def test_whole_batch_loss_is_refused_with_several_micro_batches(tmp_path, kind, more, said):
     for count in (2, 1):
         trainer = KINDS[kind](tmp_path / str(count), gradient_accumulation_steps=count, **more)
         if count == 2:

@@ -78,7 +78,7 @@ def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path):
     ],
     ids=["sft", "sft-packed-lora", "dpo", "dpo-lora", "dpo-adapted", "reward"],
 )
-def test_other_kinds_and_engines_on_two_ranks_have_the_bits_of_one(tmp_path, kind, more, engine):
+def test_other_trainers_and_engines_are_bitwise_on_two_ranks(tmp_path, kind, more, engine):
     alone = trained(tmp_path / "one", kind, **more)
     for found in run(on_ranks, 2, tmp_path / "two", kind, 0, engine, more, timeout=180.0):
         assert found == alone

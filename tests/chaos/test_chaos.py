@@ -58,7 +58,7 @@ def whole(data, tmp_path_factory):
     return run.mark()
 
 
-def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tmp_path, whole):
+def test_r1_killed_rank_is_named_and_the_run_is_bitwise(data, tmp_path, whole):
     """Rank 0 holds the run's lock, and its loader processes were forked with it; rank 1 is killed under torchrun."""
     fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
     run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
@@ -80,6 +80,7 @@ def recovered(data, out, rank=1, step=7):
     return finish(start(command, [{"rank": rank, "step": step, "at": BEAT, "do": "kill"}]), out, time.monotonic())
 
 
+@pytest.mark.slow
 def test_r1_plain_torchrun_recovers_too(data, tmp_path, whole):
     run = recovered(data, tmp_path)
     assert run.code == 0, run.said
@@ -104,6 +105,7 @@ def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
     assert run.steps == list(range(1, 61))
 
 
+@pytest.mark.slow
 def test_r3_a_signal_in_a_long_step_ends_the_run_after_it(data, tmp_path):
     place = "lockstep.tasks.language_model:CausalLM.loss"
     long = {"step": 0, "at": place, "do": "sleep", "seconds": 0.3, "always": True}
@@ -134,7 +136,8 @@ def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
     assert checkpoint.read_state(path)["global_step"] == 5
 
 
-def test_r24_a_weight_that_an_update_spoils_is_named_and_its_checkpoint_is_not_whole(data, tmp_path):
+@pytest.mark.slow
+def test_r24_spoiled_weight_is_named_and_its_checkpoint_refused(data, tmp_path):
     """The checkpoint of step 10 is begun between the update and the next step."""
     faults = [{"rank": rank, "step": 9, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
     run = launch(data, tmp_path, faults=faults, python=warm.python())
@@ -157,6 +160,7 @@ def test_r24_each_policy_ends_rightly(data, tmp_path, policy, step, code):
     assert (run.code, run.steps) == (0, list(range(1, 15))), run.said
 
 
+@pytest.mark.slow
 def test_r8_a_flipped_bit_names_the_tensor(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": UPDATE, "do": "flip"}
     run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault], python=warm.python())
@@ -169,12 +173,12 @@ def test_r15_a_second_run_is_refused_in_one_line(data, tmp_path):
     first = start(arguments(data, tmp_path, "--max-steps", "100000", processes=0))
     try:
         until_step(tmp_path, 2, first)
-        second = launch(data, tmp_path, "--max-steps", "100000", processes=0)
+        second = launch(data, tmp_path, "--max-steps", "100000", processes=0, python=warm.python())
     finally:
         end(first)
     assert second.code == 2, second.said
     assert f"is in use by process {first.pid} on " in second.last
-    third = start(arguments(data, tmp_path, "--max-steps", "100000", processes=0))
+    third = start([warm.python(), *arguments(data, tmp_path, "--max-steps", "100000", processes=0)[1:]])
     try:
         deadline = time.monotonic() + 60
         log = tmp_path / "default" / "logs" / "rank-00000.log"
@@ -478,7 +482,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(data, tmp_path):
+def test_run_whose_checkpoints_are_all_damaged_does_not_restart(data, tmp_path):
     run = launch(data, tmp_path, "--stop-at", "5")
     records = (run.folder / "metrics.jsonl").read_text()
     (checkpoint.newest(run.folder, say=print) / "manifest.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Each kind of loss at each moment of a run, judged by `loss_table`; the short form has three rows."""
+"""Each kind of loss at each moment of a run, judged by `loss_table`; the short form has one row."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from loss_table import judge, table, undisturbed
 
-SHORT = [("exit0", "middle"), ("kill", "trial"), ("exit3", "groups")]
+SHORT = [
+    ("exit0", "middle"),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in (("kill", "trial"), ("exit3", "groups"))),
+]
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +28,7 @@ def right(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "moment"), SHORT)
-def test_a_lost_rank_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path, right, kind, moment):
+def test_lost_rank_is_named_and_the_run_is_bitwise(tmp_path, right, kind, moment):
     row = judge("ddp", kind, moment, 1, tmp_path / "run", right("ddp"))
     assert not row.wrong, row
 

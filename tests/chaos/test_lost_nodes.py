@@ -55,7 +55,8 @@ def ended(processes, out, seconds=90.0):
     return [finish(process, out, time.monotonic(), seconds) for process in processes]
 
 
-def test_a_rank_of_one_node_and_the_launcher_of_another_are_lost_and_the_rest_goes_on(data, tmp_path, whole):
+@pytest.mark.slow
+def test_run_survives_a_lost_rank_and_another_nodes_launcher(data, tmp_path, whole):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
         {"rank": 2, "step": 8, "at": BEAT, "do": "killlauncher"},
@@ -71,7 +72,7 @@ def test_a_rank_of_one_node_and_the_launcher_of_another_are_lost_and_the_rest_go
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["rank", "node"])
-def test_a_lost_rank_is_replaced_and_a_node_may_come_back_and_a_signal_to_any_launcher_ends_all(data, tmp_path, lost):
+def test_rank_is_replaced_node_returns_and_signal_ends_all(data, tmp_path, lost):
     slow = [{**SLOW, "rank": rank} for rank in range(2)]
     flags = ("--max-steps", "400")
     kill = {"rank": 1, "step": 4, "at": BEAT, "do": "kill" if lost == "rank" else "killlauncher"}
@@ -109,7 +110,7 @@ def test_without_node_0_the_run_ends_with_75_and_says_so(data, tmp_path, kills):
 
 
 @pytest.mark.slow
-def test_where_the_states_are_split_a_loss_ends_all_nodes_and_both_say_why(data, tmp_path):
+def test_loss_with_split_states_ends_all_nodes_with_the_reason(data, tmp_path):
     fault = {"rank": 1, "step": 6, "at": BEAT, "do": "kill"}
     with launchers(data, tmp_path, 2, "--engine", "fsdp", faults=[fault]) as processes:
         runs = ended(processes, tmp_path)
@@ -120,7 +121,7 @@ def test_where_the_states_are_split_a_loss_ends_all_nodes_and_both_say_why(data,
 
 
 @pytest.mark.slow
-def test_a_node_whose_cable_is_pulled_is_lost_after_the_timeout_and_the_others_go_on(data, tmp_path, whole):
+def test_node_without_network_is_lost_after_the_timeout(data, tmp_path, whole):
     slow = [{**SLOW, "rank": rank} for rank in range(2)]
     with cluster(2) as nodes:
         processes = []

@@ -66,7 +66,7 @@ def survived(data, out, whole, faults, *flags, processes=3, **more):
     return run
 
 
-def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_processes(data, tmp_path):
+def test_lost_rank_is_replaced_and_others_keep_their_processes(data, tmp_path):
     """Rank 0, which holds the folder and writes the records."""
     long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(3)]
     flags, slow = (*FOUR, "--max-steps", "150"), [*long, {**long[0], "replaced": 1}]
@@ -104,7 +104,8 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     assert 0 <= spent.seconds["unknown"] < 0.5 * spent.wall  # what the killed one had not written
 
 
-def test_the_new_process_is_forked_from_one_that_has_loaded_everything_and_outlives_it(data, tmp_path):
+@pytest.mark.slow
+def test_new_process_is_forked_from_the_preloaded_one(data, tmp_path):
     long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.05, "always": True} for rank in range(2)]
     flags, slow = (*FOUR, "--max-steps", "400"), [*long, {**long[1], "replaced": 1}]
     process = start(arguments(data, tmp_path / "lost", *flags, processes=2, losses=2), slow)
@@ -132,7 +133,7 @@ def test_the_new_process_is_forked_from_one_that_has_loaded_everything_and_outli
     assert Run(0, said, 0.0, tmp_path / "lost" / "default").mark()[:3] == alone.mark()[:3]
 
 
-def test_a_second_rank_is_lost_while_the_others_recover_from_the_first(data, tmp_path, whole):
+def test_second_rank_is_lost_during_recovery_from_the_first(data, tmp_path, whole):
     faults = [
         {"rank": 1, "step": 6, "at": BEAT, "do": "kill"},
         {"rank": 2, "step": 5, "at": PLACE, "do": "kill"},
@@ -165,7 +166,7 @@ def test_wherever_a_rank_is_lost_no_sample_is(data, tmp_path, whole, rank, fault
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [0, 2])
 @pytest.mark.parametrize("more", [(), ("--data.workers", "1")])
-def test_one_of_the_others_has_made_the_update_and_another_has_not(data, tmp_path, whole, behind, more):
+def test_loss_when_only_one_rank_made_the_update(data, tmp_path, whole, behind, more):
     """Rank 3 is lost with its sum handed out; another hears of it before its update, the rest after it."""
     faults = [
         {"rank": behind, "step": 7, "at": UPDATE, "do": "raise", "error": "lockstep.errors:PeerError"},
@@ -233,7 +234,7 @@ def slowly(faults, ranks=3):
 
 
 @pytest.mark.slow
-def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_path):
+def test_new_process_that_differs_is_refused_and_fails_nothing(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
         {"rank": 1, "at": "lockstep.training.recovery:run_digest", "do": "result", "value": "other", "replaced": 1},
@@ -246,7 +247,7 @@ def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_
 
 
 @pytest.mark.slow
-def test_a_new_process_that_ends_at_its_start_is_replaced_in_turn(data, tmp_path):
+def test_new_process_that_ends_at_its_start_is_replaced(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
         {"rank": 1, "at": "lockstep.training.build:build", "do": "kill", "replaced": 1},
@@ -268,7 +269,7 @@ def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
 TEXT = "SkipConnection: the socket's peer was reset, NCCL timeout"
 
 
-def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_again(data, tmp_path):
+def test_r23_first_error_is_absorbed_and_a_repeat_ends_the_run(data, tmp_path):
     """Rank 0 meets it when it computes what rank 1 left, with a text that could be of a lost connection."""
     fault = {"step": 7, "at": LOSS, "do": "raise", "text": TEXT}
     faults = [{**fault, "rank": 1}, {**fault, "rank": 0, "call": 3}]  # of two micro-batches
@@ -287,7 +288,7 @@ def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_agai
 @pytest.mark.parametrize("engine", ["ddp", "zero", "fsdp"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("start_by", ["launch", "torchrun"])
-def test_r23_an_error_is_that_of_its_rank_on_any_engine_under_any_launcher(data, tmp_path, engine, rank, start_by):
+def test_r23_error_names_its_rank_on_every_engine_and_launcher(data, tmp_path, engine, rank, start_by):
     fault = {"rank": rank, "step": 7, "at": LOSS, "do": "raise", "text": TEXT}
     started = torchrun if start_by == "torchrun" else arguments
     process = start(started(data, tmp_path, *FOUR, "--engine", engine), [fault])
@@ -303,7 +304,7 @@ def test_r23_an_error_is_that_of_its_rank_on_any_engine_under_any_launcher(data,
 
 
 @pytest.mark.slow
-def test_an_error_that_all_ranks_have_ends_the_run_with_its_cause(data, tmp_path):
+def test_error_on_all_ranks_ends_the_run_with_its_cause(data, tmp_path):
     fault = {"step": 7, "at": LOSS, "do": "raise", "always": True, "replaced": "any"}
     faults = [{**fault, "rank": rank} for rank in range(3)]
     run = launch(data, tmp_path, *FOUR, faults=faults, processes=3, losses=8)
@@ -346,7 +347,7 @@ def test_at_the_defaults_a_lost_rank_leaves_the_cut_of_its_run(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_the_states_are_split_a_loss_ends_all_and_the_line_says_why(data, tmp_path):
+def test_loss_with_split_states_ends_all_with_the_reason(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": BEAT, "do": "kill"}
     run = launch(data, tmp_path, *FOUR, "--engine", "zero", faults=[fault], processes=2, losses=8)
     assert run.code == 1, run.said
@@ -380,7 +381,8 @@ def test_a_lost_rank_0_hands_the_upload_to_another(data, tmp_path, whole):
     assert "not uploaded" not in run.said
 
 
-def test_a_lost_rank_beside_a_quantized_base_is_replaced_to_the_same_bits(tmp_path):
+@pytest.mark.slow
+def test_lost_rank_with_a_quantized_base_is_replaced_bitwise(tmp_path):
     """The new process quantizes the base again."""
     pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
     pytest.importorskip("peft", reason="the extra peft is not installed")
@@ -397,7 +399,8 @@ def test_a_lost_rank_beside_a_quantized_base_is_replaced_to_the_same_bits(tmp_pa
     assert replaced(tmp_path, write, experiment="default")
 
 
-def test_a_lost_rank_of_a_trainer_of_trl_is_replaced_to_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_lost_rank_of_a_trl_trainer_is_replaced_bitwise(tmp_path, monkeypatch):
     """The new process loads the reference model again."""
     pytest.importorskip("trl", reason="the extra trl is not installed")
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "adapters")

@@ -75,7 +75,7 @@ def survived(data, tmp_path, faults, *flags, processes=4, **more):
     return run
 
 
-def test_a_replica_with_a_loss_leaves_and_a_new_one_joins_while_the_others_keep_their_processes(data, tmp_path):
+def test_replica_with_a_loss_leaves_and_a_new_one_joins(data, tmp_path):
     """The mate of rank 0, which leaves too, and with it the run's folder and records."""
     long = [{"rank": rank, "at": LOSS, "do": "sleep", "seconds": 0.02, "always": True} for rank in range(4)]
     slow = [*long, *({**each, "replaced": 1} for each in long[:2])]
@@ -119,7 +119,7 @@ FAULTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault["at"].rpartition(".")[2] for fault in FAULTS])
-def test_wherever_a_rank_is_lost_its_replica_leaves_and_the_others_go_on(data, tmp_path, rank, fault):
+def test_replica_leaves_wherever_its_rank_is_lost(data, tmp_path, rank, fault):
     run = survived(data, tmp_path, [{**fault, "rank": rank, "do": "kill"}])
     mate = rank ^ 1
     assert f"rank {mate}, with other parts of the same replica, left with it; the others go on" in run.said
@@ -128,7 +128,7 @@ def test_wherever_a_rank_is_lost_its_replica_leaves_and_the_others_go_on(data, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("behind", "at"), [(2, UPDATE), (2, MOVE), (5, MOVE)])
-def test_parts_of_ranks_that_lag_come_from_the_same_part_of_another_replica(data, tmp_path, behind, at):
+def test_lagging_ranks_take_parts_from_the_same_shard(data, tmp_path, behind, at):
     """Of three replicas one is lost; in another, both ranks have not made the update, or one of them has not."""
     faults = [
         {"rank": behind, "step": 6, "at": at, "do": "raise", "error": "lockstep.errors:PeerError"},
@@ -139,7 +139,7 @@ def test_parts_of_ranks_that_lag_come_from_the_same_part_of_another_replica(data
 
 
 @pytest.mark.slow
-def test_without_a_step_of_which_all_parts_are_left_the_run_goes_back_to_its_checkpoint(data, tmp_path):
+def test_run_without_a_complete_step_returns_to_its_checkpoint(data, tmp_path):
     """Rank 3 has made the update, rank 2 has not, and nobody else has its part."""
     faults = [
         {"rank": 2, "step": 6, "at": MOVE, "do": "raise", "error": "lockstep.errors:PeerError"},
@@ -152,7 +152,7 @@ def test_without_a_step_of_which_all_parts_are_left_the_run_goes_back_to_its_che
 
 
 @pytest.mark.slow
-def test_a_second_replica_is_lost_while_the_others_recover_from_the_first(data, tmp_path):
+def test_second_replica_is_lost_during_recovery_from_the_first(data, tmp_path):
     faults = [{"rank": 1, "step": 6, "at": BEAT, "do": "kill"}, {"rank": 5, "step": 5, "at": PLACE, "do": "kill"}]
     run = survived(data, tmp_path, faults, "--batch-size", "12", processes=6)
     assert changes(run)[0] == (2, 6)

@@ -49,7 +49,7 @@ def test_list_is_a_table(folder, capsys):
     assert "step-00000010/rank-00000.safetensors is damaged" in out
 
 
-def test_list_as_json_has_numbers_and_null_where_a_damaged_one_does_not_say(folder, capsys):
+def test_list_as_json_has_numbers_and_null_for_a_damaged_one(folder, capsys):
     (checkpoint.path_of(folder, 5) / "manifest.json").unlink()
     began = int(time.time())
     code, out = command(capsys, "list", folder, "--json")

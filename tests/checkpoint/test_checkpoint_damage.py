@@ -176,7 +176,7 @@ def test_a_fifo_or_an_extra_file_is_found(path):
 
 
 @pytest.mark.parametrize("name", [".nfs000000000002f1b900000003", ".fuse_hidden0000a1b200000001"])
-def test_what_a_network_file_system_left_of_an_open_file_is_no_damage(path, name):
+def test_leftover_of_an_open_file_on_nfs_is_no_damage(path, name):
     (path / name).write_bytes(b"removed while it was open")
     assert checkpoint.verify(path) == []
     assert checkpoint.newest(path.parent.parent, say=pytest.fail) == path

@@ -78,14 +78,14 @@ def test_what_one_rank_sees_in_its_part_is_said_on_all(tmp_path, how):
     assert [len(checkpoint.verify(checkpoint.path_of(tmp_path, step))) for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
 
 
-def test_what_may_be_infinite_is_no_fault_and_a_good_save_replaces_a_bad_one(tmp_path):
+def test_exempt_tensors_pass_and_a_good_save_replaces_a_bad(tmp_path):
     assert not write(World(), tmp_path, 1, name=NAMES[0], exempt=NAMES)
     assert write(World(), tmp_path, 2, name=NAMES[0])
     assert not write(World(), tmp_path, 2)
     assert [checkpoint.verify(checkpoint.path_of(tmp_path, step)) for step in (1, 2)] == [[], []]
 
 
-def test_what_is_not_finite_counts_for_nothing_where_checkpoints_go(tmp_path):
+def test_not_finite_checkpoints_are_passed_over_everywhere(tmp_path):
     for step, name in enumerate(["", "", "", NAMES[0], NAMES[0]], 1):
         write(World(), tmp_path, step, name=name)
     assert checkpoint.retain(tmp_path, last=2, best=None, every=0) == [1, 4]
@@ -168,7 +168,7 @@ WEIGHT = "model/0.weight"
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_weight_that_an_update_spoils_ends_the_run_and_a_resume_passes_over_it(tmp_path, monkeypatch, policy, lag):
+def test_spoiled_weight_ends_the_run_and_resume_passes_over_it(tmp_path, monkeypatch, policy, lag):
     monkeypatch.setattr(DeferredReader, "lag", lag)
     made = settings(tmp_path, policy, checkpoint=Checkpoint(keep=1))
     with (

@@ -66,7 +66,7 @@ def test_a_tensor_that_a_module_adds_comes_back_on_a_resume(tmp_path, engine):
     assert again == [2 * each for each in first], "it was counted on from what was saved"
 
 
-def test_an_extra_state_that_is_no_tensor_is_refused_before_anything_is_written(tmp_path):
+def test_extra_state_that_is_no_tensor_is_refused_before_writing(tmp_path):
     with pytest.raises(
         UsageError, match="the model returns a dict from get_extra_state, and a checkpoint stores only tensors"
     ):

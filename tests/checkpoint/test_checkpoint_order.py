@@ -49,7 +49,7 @@ def recorded(world, folder, step):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_files_manifest_folder_name_and_parent_reach_the_disk_in_that_order(tmp_path, size):
+def test_files_manifest_name_and_parent_are_synced_in_order(tmp_path, size):
     folder = tmp_path.resolve() / "run"
     found = run(recorded, size, folder, 7)
     events = [event for _, event in sorted(event for each in found for event in each)]
@@ -66,7 +66,7 @@ def test_files_manifest_folder_name_and_parent_reach_the_disk_in_that_order(tmp_
     ]
 
 
-def test_a_damaged_one_makes_way_only_when_the_new_one_is_on_the_disk(tmp_path):
+def test_damaged_checkpoint_stays_until_the_new_one_is_on_disk(tmp_path):
     folder = tmp_path.resolve() / "run"
     recorded(World(), folder, 7)
     (checkpoint.path_of(folder, 7) / "state.json").unlink()
@@ -122,7 +122,7 @@ def kept_steps(folder, mode):
     return {step: (states[step], prints[step]) for step in paths}
 
 
-def test_a_save_holds_state_and_tensors_of_its_own_step_though_the_writer_is_slow(tmp_path, monkeypatch):
+def test_save_holds_its_own_step_even_with_a_slow_writer(tmp_path, monkeypatch):
     wanted = kept_steps(tmp_path / "at once", "sync")
     real = checkpoint.write_share
 

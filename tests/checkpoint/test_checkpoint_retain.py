@@ -32,7 +32,7 @@ LOSSES = {1: 9.0, 2: math.nan, 3: 8.0, 4: 2.5, 5: 2.5, 6: 4.0, 7: math.inf, 8: 3
 
 
 @pytest.mark.parametrize("stops", [[12], [3, 6, 12]])
-def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path, monkeypatch, stops):
+def test_best_of_twelve_is_kept_outside_the_newest(tmp_path, monkeypatch, stops):
     """The lowest loss is that of step 4; an equal one later is not better, and what is not finite is not good."""
     told = []
 

@@ -59,7 +59,7 @@ def test_every_world_reads_what_any_world_wrote(tmp_path, writers):
         assert checkpoint.read_state(path) == STATE
 
 
-def test_replicated_tensors_are_shared_out_and_ties_are_kept_once(tmp_path):
+def test_replicated_tensors_are_shared_out_and_ties_saved_once(tmp_path):
     run(write, 2, tmp_path, "plain")
     path = checkpoint.path_of(tmp_path, 0)
     index = json.loads((path / "index.json").read_text())
@@ -172,7 +172,7 @@ def test_only_a_parameters_whole_optimizer_state_may_be_absent(tmp_path):
         checkpoint.load(nobody, {"model/a": torch.ones(2)} | b, None)
 
 
-def test_a_whole_checkpoint_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path):
+def test_complete_checkpoint_stays_and_damaged_one_is_replaced(tmp_path):
     path = checkpoint.save(tmp_path, 7, {"model/a": torch.ones(4)}, {"n": 1}, World(), engine="single")
     before = {file.name: (file.stat().st_ino, file.read_bytes()) for file in path.iterdir()}
     again = checkpoint.save(tmp_path, 7, {"model/a": torch.zeros(4)}, {"n": 2}, World(), engine="single")
@@ -194,7 +194,7 @@ def test_every_dtype_of_the_format_keeps_its_bits(tmp_path):
         assert torch.equal(wanted[name].view(torch.uint8), bits), name
 
 
-def test_tensors_begin_at_a_multiple_of_eight_bytes_as_the_format_has_it(tmp_path):
+def test_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path):
     """So that whoever maps the file may read every dtype in place, whatever the names are."""
     for step in range(1, 9):
         tensors = {"model/" + "a" * step: torch.zeros(3, dtype=torch.float64)}
@@ -237,7 +237,7 @@ def test_lazy_views_of_the_same_memory_keep_their_own_values(tmp_path):
         ({"model/a": torch.zeros(2)}, {"x": torch.zeros(1)}, "plain numbers"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, tensors, state, reason):
+def test_what_cannot_be_saved_is_refused_before_writing(tmp_path, tensors, state, reason):
     with pytest.raises(CheckpointError, match=reason):
         checkpoint.save(tmp_path, 1, tensors, state, World(), engine="single")
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "checkpoints"])
@@ -277,7 +277,7 @@ def test_any_box_is_filled_from_any_slices(cut, random):
     assert not covers_once([*blocks, blocks[0]], shape)
 
 
-def test_the_bytes_of_a_tensor_with_strides_are_its_elements_in_order():
+def test_bytes_of_a_strided_tensor_are_its_elements_in_order():
     for tensor in (torch.arange(6, dtype=torch.int16)[::2], torch.arange(6, dtype=torch.int16).view(3, 2).t()):
         assert bytes(bytes_of(tensor)) == np.array(tensor.tolist(), dtype="<i2").tobytes()
 
@@ -293,7 +293,7 @@ def shardings(draw):
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(shardings(), st.randoms(use_true_random=False))
-def test_the_grid_on_rank_0_has_what_each_rank_of_a_thousand_writes(case, random):
+def test_grid_on_rank_0_has_what_each_of_a_thousand_ranks_writes(case, random):
     sizes, shape, shards = case
     mesh = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
     grid = grid_of(shape, mesh, shards)

@@ -129,7 +129,7 @@ def test_a_save_is_tried_again_and_the_run_ends_with_75(tmp_path, monkeypatch, n
     assert not [*(tmp_path / "r" / "checkpoints").glob(".step-*")]
 
 
-def test_a_folder_that_does_not_answer_is_no_mistake_in_the_flags(tmp_path, monkeypatch):
+def test_unreachable_folder_is_no_mistake_in_the_flags(tmp_path, monkeypatch):
     folder = RunFolder(str(tmp_path), "r")
     with monkeypatch.context() as patch:
         fail(patch, os, "mkdir", "checkpoints", times=3)
@@ -152,7 +152,7 @@ def test_a_folder_that_does_not_answer_is_no_mistake_in_the_flags(tmp_path, monk
     assert folder.read_end() == {"code": 75}
 
 
-def test_an_evaluation_that_cannot_be_noted_is_one_line_with_its_step_and_file(tmp_path, monkeypatch):
+def test_evaluation_that_cannot_be_noted_is_one_line(tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

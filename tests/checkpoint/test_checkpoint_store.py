@@ -157,7 +157,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_moved_aside_and_not_followed(tmp_path):
+def test_link_in_place_of_a_checkpoint_is_moved_and_not_followed(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     (target / "keep").write_text("precious")
@@ -242,7 +242,7 @@ def test_a_file_is_written_and_checked_block_by_block(tmp_path, monkeypatch):
     assert "29 bytes instead of 28" in files.file_damage(tmp_path / "file", 28, None)
 
 
-def test_whole_tensors_go_to_the_rank_that_has_least_to_write_the_largest_first():
+def test_largest_tensors_go_first_to_the_rank_with_least_work():
     assert owners_of([(1, "a"), (1, "b"), (2, "c")], 2) == {"c": 0, "b": 1, "a": 1}
     assert owners_of([(5, "a"), (4, "b"), (3, "c"), (3, "d"), (3, "e")], 2) == {"a": 0, "b": 1, "e": 1, "d": 0, "c": 1}
 

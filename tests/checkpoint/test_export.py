@@ -110,7 +110,7 @@ def test_complex_tensors_come_out_as_they_are(tmp_path, form):
     assert equal(found, dict(model.state_dict()))
 
 
-def test_complex_tensors_that_a_format_does_not_know_are_refused_by_name(tmp_path):
+def test_complex_tensors_that_a_format_lacks_are_refused_by_name(tmp_path):
     wide = Waves(torch.complex128)
     path = saved(tmp_path / "run", wide)
     assert equal(torch.load(export(path, tmp_path / "m.pt", "torch"), weights_only=True), dict(wide.state_dict()))
@@ -246,7 +246,7 @@ def test_what_is_there_is_not_written_over(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
-def test_a_full_disk_and_a_path_that_cannot_be_written_are_one_line(tmp_path, form, monkeypatch):
+def test_full_disk_and_unwritable_path_are_one_line(tmp_path, form, monkeypatch):
     path = saved(tmp_path / "run", network())
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="OUT .*file.out"):

@@ -175,7 +175,7 @@ def fill_shards(world, folder, sources):
     return shares
 
 
-def test_a_sharded_model_begins_at_weights_of_every_format_and_reads_its_part(tmp_path):
+def test_sharded_model_loads_its_part_of_every_weight_format(tmp_path):
     first = lockstep.train(small_runs.config(tmp_path, max_steps=2, precision="float32", eval_freq=0), Rows())
     kept = first.folder / "checkpoints" / "step-00000002"
     sources = {"torch": tmp_path / "w.pt", "safetensors": tmp_path / "hub", "dcp": tmp_path / "d"}

@@ -122,14 +122,14 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("fault", "kind", "named"), REFUSALS)
-def test_what_a_store_refuses_is_one_line_before_anything_is_written(tmp_path, store, fault, kind, named):
+def test_what_a_store_refuses_is_one_line_before_writing(tmp_path, store, fault, kind, named):
     store.fail(*fault)
     with refuses(kind, "--save-dir", f"{URL}/r", named):
         lockstep.train(config(tmp_path), Ragged())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_url_that_cannot_work_is_one_line_before_anything_is_written(tmp_path, store, monkeypatch):
+def test_url_that_cannot_work_is_one_line_before_writing(tmp_path, store, monkeypatch):
     with refuses(ConfigError, "--save-dir", "s3://nowhere/r", "bucket"):
         lockstep.train(config(tmp_path, url="s3://nowhere"), Ragged())
     with refuses(ConfigError, "--save-dir", "nostore"):
@@ -155,7 +155,7 @@ def test_a_url_that_cannot_work_is_one_line_before_anything_is_written(tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_goes_on_from_the_store_on_another_machine_with_the_same_bits(tmp_path, store, capfd):
+def test_run_resumes_from_the_store_on_another_machine_bitwise(tmp_path, store, capfd):
     first = lockstep.train(config(tmp_path, stop_at=7), Ragged())
     assert first.folder == tmp_path / "local/s3/bucket/runs/r"
     assert RemoteRun(URL, "r").steps() == [6, 7]
@@ -229,9 +229,7 @@ LATER = [("ExpiredToken", 400), ("InternalError", 503), *SLOW]
 
 
 @pytest.mark.parametrize(("code", "status"), LATER)
-def test_a_store_that_fails_midway_never_ends_a_run_nor_has_half_a_checkpoint(
-    tmp_path, store, monkeypatch, capfd, code, status
-):
+def test_store_failing_midway_ends_no_run_and_has_no_half_save(tmp_path, store, monkeypatch, capfd, code, status):
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     run = lockstep.Run(config(tmp_path), Ragged())

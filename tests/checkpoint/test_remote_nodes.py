@@ -72,7 +72,7 @@ def on_new_nodes(world, folder, url):
     return sorted(path.name for path in copies.glob("*"))
 
 
-def test_nodes_without_a_shared_folder_upload_their_parts_and_resume_elsewhere(tmp_path):
+def test_nodes_without_a_shared_folder_upload_parts_and_resume(tmp_path):
     remote = RemoteRun(f"file://{tmp_path}/store", "r")
     assert run(on_nodes, 4, tmp_path, 7, "fsdp", 0, 2) == [[7, [0, 0, 2, 2]]] * 4
     assert {step: remote.verify(step) for step in remote.steps()} == {6: [], 7: []}
@@ -152,7 +152,7 @@ def parts(folder, value):
     shutil.rmtree(folder / "whole")
 
 
-def test_a_manifest_follows_the_files_of_all_nodes_and_never_those_of_another_save(tmp_path):
+def test_manifest_follows_the_files_of_all_nodes_of_its_save(tmp_path):
     remote, data = RemoteRun(f"file://{tmp_path}/store", "r"), "checkpoints/step-00000003/rank-00000.safetensors"
 
     def send(node):
@@ -179,7 +179,7 @@ def test_a_manifest_follows_the_files_of_all_nodes_and_never_those_of_another_sa
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_lost_on_a_node_of_its_own_is_replaced_and_its_part_uploaded(tmp_path):
+def test_lost_rank_on_another_node_is_replaced_and_uploaded(tmp_path):
     url = f"file://{tmp_path}/store"
     codes, told = launchers(tmp_path, "--save-dir", url, "--max-steps", "12", "--stop-at", "8", DIES="1")
     assert codes == [0, 0], "\n".join(told)

@@ -124,9 +124,7 @@ def test_torchrun_and_alone_print_the_same_fingerprint(text, tmp_path, whole, pr
 
 
 @pytest.mark.parametrize(("processes", "again", "victim"), [(2, 0, 1), (0, 2, None)])
-def test_a_run_killed_at_a_random_step_resumes_on_another_world_to_the_same_bits(
-    text, tmp_path, whole, processes, again, victim
-):
+def test_run_killed_at_a_random_step_resumes_on_another_world(text, tmp_path, whole, processes, again, victim):
     step = random.SystemRandom().randint(3, 10)
     process = start(command(text, tmp_path, "--model.dropout", "0.1", processes=processes))
     try:
@@ -157,7 +155,7 @@ def test_ctrl_c_ends_all_ranks_and_the_run_goes_on(text, tmp_path, whole):
     assert inspected(tmp_path / "default") == whole
 
 
-def test_a_signal_to_one_rank_saves_all_and_asks_to_be_started_again(text, tmp_path):
+def test_signal_to_one_rank_saves_all_and_exits_with_75(text, tmp_path):
     process = start(command(text, tmp_path))
     try:
         until_step(tmp_path / "default", 3, process)

@@ -108,7 +108,7 @@ def test_traces_that_are_there_are_judged(tmp_path, capsys):
         (["--profile", "3:4"], "--profile .*--steps and --warmup"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path, monkeypatch, flags, why):
+def test_what_cannot_be_profiled_is_refused_before_writing(tmp_path, monkeypatch, flags, why):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=why):
         cli.dispatch(["profile", *flags])

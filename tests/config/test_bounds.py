@@ -41,7 +41,7 @@ def inside(draw):
 
 @given(outside())
 @settings(deadline=None)
-def test_what_is_outside_is_refused_in_one_line_that_names_the_flag(case):
+def test_value_outside_its_bounds_is_one_line_with_the_flag(case):
     name, value, what = case
     try:
         parse([f"{flag(name)}={value!r}"])
@@ -56,7 +56,7 @@ def test_what_is_outside_is_refused_in_one_line_that_names_the_flag(case):
 
 @given(inside())
 @settings(max_examples=60, deadline=None)
-def test_what_is_inside_is_no_matter_of_bounds_and_the_file_keeps_it(case):
+def test_value_inside_its_bounds_is_accepted_and_read_back(case):
     """Some go with others alone, and that line says so; never that the number is not what it must be."""
     name, value, what = case
     try:

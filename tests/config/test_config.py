@@ -162,7 +162,7 @@ def test_a_file_that_is_not_text(tmp_path):
 
 
 @given(st.integers(1, 5000))
-def test_the_default_micro_batch_divides_and_is_an_eighth_at_most(batch_size):
+def test_default_micro_batch_divides_and_is_an_eighth_at_most(batch_size):
     size = default_micro_batch_size(batch_size)
     assert batch_size % size == 0
     assert 1 <= size <= max(1, batch_size // 8)
@@ -170,7 +170,7 @@ def test_the_default_micro_batch_divides_and_is_an_eighth_at_most(batch_size):
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
-def test_a_step_that_nothing_cuts_has_one_micro_batch_and_a_size_need_not_divide_it(batch_size, size):
+def test_uncut_step_has_one_micro_batch_of_any_size(batch_size, size):
     assert (Config(batch_size=batch_size).micro_size, Config(batch_size=batch_size).micro_batches) == (batch_size, 1)
     if size <= batch_size:
         cut = Config(batch_size=batch_size, micro_batch_size=size)
@@ -305,7 +305,7 @@ def test_numbers_as_people_write_them():
     assert parse(["--seed", str(2**63 - 1)]).seed == 2**63 - 1
 
 
-def test_underscores_of_a_name_are_dashes_and_those_of_a_value_stay():
+def test_underscores_of_names_become_dashes_and_of_values_stay():
     config = parse(["--eval_freq", "3", "--experiment_name=a_b", "--data.vocab_size=300", "--save_dir", "x_y"])
     assert (config.eval_freq, config.experiment_name, config.data.vocab_size) == (3, "a_b", 300)
     assert config.save_dir == "x_y"
@@ -384,7 +384,7 @@ def test_a_scripts_help_has_its_own_name_in_its_examples(capsys):
     assert "-- mine.py --num-epochs 10 --exact\n" in text
 
 
-def test_the_whole_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
+def test_whole_help_begins_with_one_usage_line_and_has_groups(capsys):
     lines = shown(["--help-all"], capsys).splitlines()
     assert lines[:2] == ["usage: lockstep train [flags]", ""]
     groups = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
@@ -406,7 +406,7 @@ def test_the_help_of_a_task_names_its_options_and_no_others(task, capsys):
     assert ("--data.target-column" in first) == (task == "regression")
 
 
-def test_a_task_has_defaults_of_its_own_which_whatever_is_given_wins_over(tmp_path):
+def test_tasks_defaults_give_way_to_what_is_given(tmp_path):
     plain, images = Config(), Config(task="images")
     assert (images.model_name, images.dataset_name) == ("builtin:resnet", "builtin:digits")
     assert (images.batch_size, plain.batch_size, Config(task="images", batch_size=16).batch_size) == (64, 16, 16)
@@ -450,7 +450,7 @@ def test_a_command_of_few_flags_shows_all_either_way(capsys):
 
 
 @pytest.mark.parametrize("argv", [["--task", "f.py:C", "--help-all"], ["--help-all", "--task=f.py:C"]])
-def test_with_a_task_of_ones_own_the_help_leaves_out_what_only_the_built_in_ones_have(argv, capsys):
+def test_help_with_a_custom_task_leaves_out_built_in_options(argv, capsys):
     own = shown(argv, capsys)
     with pytest.raises(SystemExit):
         Config.from_args(["--help-all"], task="f.py:C")

@@ -44,7 +44,7 @@ def test_what_has_no_effect_beside_a_flag_is_left_out_of_it():
         parse([*HUB, "--optim.schedule", "linear", "--optim.period", "1000"])
 
 
-def test_every_option_of_a_preset_exists_and_the_written_file_gives_it_back(tmp_path):
+def test_every_preset_option_exists_and_is_read_back(tmp_path):
     for name, values in PRESETS.items():
         config = parse(["--preset", name])
         assert values.items() <= flatten(config).items()

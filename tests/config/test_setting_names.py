@@ -98,7 +98,7 @@ def as_flag(setting):
 
 
 @pytest.mark.parametrize(("fields", "task", "kind", "settings"), CASES.values(), ids=CASES)
-def test_an_error_names_fields_in_python_and_flags_in_the_command(
+def test_error_names_fields_in_python_and_flags_in_the_command(
     fields, task, kind, settings, by_fields, tmp_path, capsys
 ):
     fields = {"save_dir": str(tmp_path), "device": "cpu", "batch_size": 8, "max_steps": 4} | fields
@@ -149,7 +149,7 @@ def test_ranks_name_settings_as_the_process_that_started_them(by_fields):
     assert "--exact" not in str(caught.value).replace("raise ConfigError", "").partition("Traceback")[0]
 
 
-def test_every_flag_of_a_setting_becomes_its_field_and_nothing_else_changes(by_fields):
+def test_every_flag_of_a_setting_becomes_its_field(by_fields):
     for name in flatten(lockstep.Config()):
         each = flag(name)
         assert name_settings(f"give {each} 3, or ({each}): use {each}.") == f"give {name} 3, or ({name}): use {name}."

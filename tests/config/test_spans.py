@@ -28,7 +28,7 @@ def test_what_a_length_is_in_steps(value, steps):
 
 
 @given(st.floats(0, 100), st.integers(1, 10**6))
-def test_a_share_is_the_nearest_number_of_steps_and_none_only_where_it_is_nothing(share, steps):
+def test_share_is_the_nearest_number_of_steps(share, steps):
     text = f"{share:.6f}%"
     found, exact = in_steps(text, steps=steps, samples=1, batch_size=1), float(text[:-1]) / 100 * steps
     assert (found == 0) == (float(text[:-1]) == 0)
@@ -54,7 +54,7 @@ LENGTHS = st.one_of(
 
 @given(st.integers(20, 500), LENGTHS, LENGTHS)
 @hypothesis_settings(max_examples=25, deadline=None)
-def test_a_length_in_any_unit_is_the_same_schedule_as_in_steps_and_a_resume_has_it(steps, warmup, every):
+def test_length_in_any_unit_is_the_same_schedule_and_resumes(steps, warmup, every):
     """What a run writes into its config.toml, by which it goes on, is in steps already."""
     task, model = Ragged(), Network()
 
@@ -84,7 +84,7 @@ def test_what_is_no_length_is_refused(text):
     assert "2epochs" not in str(caught.value)
 
 
-def test_an_evaluation_after_each_epoch_also_where_the_run_was_left(tmp_path):
+def test_evaluation_after_each_epoch_also_where_the_run_stopped(tmp_path):
     """40 samples in steps of 8: five steps an epoch."""
     settings = {"max_steps": 0, "num_epochs": 3, "eval_freq": "1epoch", "ckpt_freq": "20%"}
     taken(config(tmp_path, **settings), Ragged(), leave_at=7)

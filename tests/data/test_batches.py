@@ -88,7 +88,7 @@ def test_given_shares_are_each_ranks_own_number(counts, data):
     world_size=st.integers(1, 5),
     start=st.integers(0, 6),
 )
-def test_every_sample_once_an_epoch_whatever_the_world_and_the_start(size, micro, count, epochs, world_size, start):
+def test_every_sample_comes_once_an_epoch_on_any_world_and_start(size, micro, count, epochs, world_size, start):
     step_plan = StepPlan(micro * count, micro, epochs * size)
     seen = []
     for rank in range(world_size):
@@ -104,7 +104,7 @@ def test_every_sample_once_an_epoch_whatever_the_world_and_the_start(size, micro
         assert sorted(i for p, i in seen if p // size == epoch) == list(range(size))
 
 
-def test_content_and_randomness_do_not_depend_on_rank_worker_or_start():
+def test_content_and_draws_do_not_depend_on_rank_worker_or_start():
     step_plan = StepPlan(6, 2, 26)
     alone = dict(content(batches(13, step_plan).from_step(0)))
     assert len({noise for micro in alone.values() for *_, data in micro for noise in (data["noise"],)}) == 13
@@ -123,7 +123,7 @@ class Alike:
         return np.zeros(stop - start, dtype=np.int64), np.full(stop - start, 3, dtype=np.int64)
 
 
-def test_samples_that_are_seeded_alike_are_collated_with_other_noise():
+def test_samples_seeded_alike_are_collated_with_other_noise():
     found = [
         data for _, micro in content(batches(9, StepPlan(4, 2, 16), order=Alike()).from_step(0)) for *_, data in micro
     ]
@@ -169,7 +169,7 @@ def test_items_of_coming_steps_are_known_ahead():
         assert feed.items(step) == ahead[step] == sum(batch.items for batch in micro)
 
 
-def test_a_declared_number_of_items_is_believed_after_it_was_counted_once():
+def test_declared_number_of_items_is_checked_once():
     class Declared(Task):
         items_per_sample = 2
 
@@ -177,7 +177,7 @@ def test_a_declared_number_of_items_is_believed_after_it_was_counted_once():
         next(batches(13, StepPlan(4, 2, 26), task=Declared()).from_step(0))
 
 
-def test_a_dataset_that_draws_nothing_leaves_the_generators_alone():
+def test_dataset_without_draws_leaves_the_generators_alone():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     list(batches(13, StepPlan(4, 2, 26), task=Quiet(), dataset=Plain(13)).from_step(0))
@@ -219,7 +219,7 @@ def test_nested_batches_keep_their_shape_on_the_way_to_a_device():
     assert (moved["x"][1][1], moved["p"].b, type(moved["p"])) == (3, "s", Pair)
 
 
-def test_dataclasses_and_dicts_of_other_classes_are_moved_and_stay_what_they_are():
+def test_dataclasses_and_dict_subclasses_are_moved_as_they_are():
     move, x = mover(torch.device("meta")), torch.ones(2)
     batch = {
         "dataclass": Frozen(x, {"y": x}),
@@ -246,7 +246,7 @@ def on_meta():
     return sum(type(held) is torch.Tensor and held.is_meta for held in gc.get_objects())
 
 
-def test_what_is_looked_ahead_at_lies_on_the_host_until_it_is_computed():
+def test_prefetched_batches_stay_on_the_host_until_computed():
     class Tensors(Task):
         def collate(self, samples):
             return torch.tensor([index for index, *_ in samples])
@@ -336,7 +336,7 @@ def encoded_on_rank(world):
     return here, there, os.environ["TOKENIZERS_PARALLELISM"]
 
 
-def test_a_forked_loader_process_does_not_wait_for_the_threads_of_a_tokenizer_that_its_parent_used():
+def test_forked_loader_does_not_wait_for_tokenizer_threads():
     here, there, kept = run(encoded_on_rank, 1, timeout=60)[0]
     assert sorted(here) == sorted(there)
     assert kept == "true"
@@ -374,7 +374,7 @@ def test_a_step_may_be_larger_than_what_is_looked_up_at_once():
     assert rows == [list(range(5000))] * 2
 
 
-def test_a_first_micro_batch_in_parts_has_the_samples_and_items_of_each():
+def test_first_micro_batch_in_parts_has_the_items_of_each():
     cuts = [(0, 1), (1, 3), (0, 3), (2, 5)]
     for quiet, task, dataset in ((True, Quiet(), Plain(13)), (False, Task(), Numbers(13))):
         found = batches(13, StepPlan(6, 3, 26), rank=1, world_size=2, task=task, dataset=dataset)

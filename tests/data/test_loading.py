@@ -75,7 +75,7 @@ def guarded(dataset, retries=2, skips=0):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_is_tried_again_has_the_bits_of_a_run_without_an_error(workers):
+def test_retried_sample_is_bitwise_that_of_a_run_without_error(workers):
     healthy = content(feed(guarded(Noisy())))
     dataset = guarded(Noisy(bad={3, 7}, times=2))
     assert content(feed(dataset, workers=workers)) == healthy
@@ -89,7 +89,7 @@ def test_loader_processes_may_be_started_outside_the_main_thread():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_sample_that_takes_a_place_draws_what_it_draws_in_its_own(workers):
+def test_replacement_sample_draws_as_in_its_own_place(workers):
     def drawn(batches):
         return [sample for _, micro in content(batches) for *_, data in micro for sample in data["samples"]]
 
@@ -137,7 +137,7 @@ class BadCount(Task):
         (BadCount(), r"`count` failed at rank 0, step 1, samples \d+, \d+: KeyError: 'none' \(test_loading.py:\d+\)"),
     ],
 )
-def test_an_error_in_the_tasks_own_code_is_named_in_one_line_and_is_no_dead_process(workers, task, line):
+def test_error_in_the_tasks_code_is_one_line_and_no_dead_process(workers, task, line):
     with pytest.raises(DataError, match=line) as caught:
         content(feed(Noisy(), task, workers, retries=5))
     assert "\n" not in str(caught.value)
@@ -147,7 +147,7 @@ def test_an_error_in_the_tasks_own_code_is_named_in_one_line_and_is_no_dead_proc
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_loaded_is_one_line_from_a_process_too(workers):
+def test_unloadable_sample_is_one_line_from_a_process_too(workers):
     with pytest.raises(DataError) as caught:
         content(feed(guarded(Noisy(bad={3}, times=99), retries=0), workers=workers))
     wanted = r"rank 0: sample 3 \(3.png\) cannot be loaded: OSError[^\n]*--guards.bad-samples N"
@@ -185,7 +185,7 @@ class Killer(Noisy):
         return super().__getitem__(index)
 
 
-def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path):
+def test_loader_process_that_dies_is_restarted_without_loss(tmp_path):
     (tmp_path / "once").touch()
     batches = feed(Killer(tmp_path), workers=1, retries=1)
     assert content(batches) == content(feed(Noisy()))
@@ -239,7 +239,7 @@ def blocked_forks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "blocked"), [(1, 1), (2, 1), (2, 3)])
-def test_a_loader_process_that_never_starts_is_replaced_and_nothing_is_lost(blocked_forks, workers, blocked):
+def test_loader_process_that_never_starts_is_replaced(blocked_forks, workers, blocked):
     """One that is alone; one of two, of which the other has loaded meanwhile; both, and one of the next two."""
     healthy, before = content(feed(Noisy())), children()
     for number in range(blocked):
@@ -251,7 +251,7 @@ def test_a_loader_process_that_never_starts_is_replaced_and_nothing_is_lost(bloc
     assert children() <= before
 
 
-def test_loader_processes_that_never_start_are_an_error_that_names_the_way_out(blocked_forks, monkeypatch):
+def test_loaders_that_never_start_are_an_error_with_the_way_out(blocked_forks, monkeypatch):
     monkeypatch.setattr(loader, "_START_TIMEOUT", 0.01)
     before = children()
     for number in range(9):
@@ -336,7 +336,7 @@ def torchs_handler():
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_handler_that_torch_installed_for_another_loader_does_not_raise_when_processes_are_ended(when):
+def test_torchs_handler_for_another_loader_does_not_raise(when):
     before, handler = children(), signal.getsignal(signal.SIGCHLD)
     try:
         if when == "before":
@@ -418,7 +418,7 @@ class Collected(Noisy):
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_a_loader_process_collects_its_own_garbage_as_its_parent_does(collecting):
+def test_loader_process_collects_garbage_as_its_parent_does(collecting):
     if not collecting:
         gc.disable()
     try:
@@ -459,7 +459,7 @@ def test_lists_and_tensors_are_datasets():
     check_dataset(torch.ones(3), "train")
 
 
-def test_a_task_without_collate_and_count_gets_torchs_own_and_counts_samples():
+def test_task_without_collate_and_count_gets_the_defaults():
     class Bare(Partial):
         pass
 
@@ -501,7 +501,7 @@ class Numbered(torch.utils.data.Dataset):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with two cores
 @pytest.mark.parametrize("workers", [0, 2, 4])
-def test_a_file_that_is_open_before_the_fork_is_each_loader_processs_own(tmp_path, workers):
+def test_file_open_before_the_fork_is_reopened_by_each_loader(tmp_path, workers):
     path = tmp_path / "numbers"
     path.write_text("".join(f"{number:04d}\n" for number in range(400)))
     dataset = Numbered(path)
@@ -510,7 +510,7 @@ def test_a_file_that_is_open_before_the_fork_is_each_loader_processs_own(tmp_pat
     assert sorted(each for samples in found for each in samples) == [(number,) * 3 for number in range(400)]
 
 
-def test_a_connection_that_loader_processes_would_share_is_refused_by_its_attribute(tmp_path):
+def test_shared_connection_is_refused_by_its_attribute(tmp_path):
     path = tmp_path / "numbers"
     path.write_text("0000\n" * 400)
     connection = sqlite3.connect(":memory:")

@@ -40,7 +40,7 @@ def integral(points, width, stop):
 
 @steady
 @given(data=st.data(), count=st.integers(1, 4), width=st.integers(1, 300))
-def test_counts_are_within_one_of_the_exact_weights_at_each_block(data, count, width):
+def test_counts_are_within_one_of_the_weights_at_each_block(data, count, width):
     steps = sorted(data.draw(st.sets(st.integers(0, 500), min_size=count, max_size=count)))
     points = [(step, data.draw(WEIGHTS)) for step in steps]
     mix = lockstep.mixture(

@@ -159,7 +159,7 @@ def test_a_hub_dataset_is_read_once_a_micro_batch(monkeypatch, task):
 
 @pytest.mark.parametrize("kind", ["tensors", "nested", "hub", "list"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_own_collation_is_handed_the_samples_and_draws_the_same(kind, workers):
+def test_custom_collation_gets_the_samples_and_same_draws(kind, workers):
     """Its draws depend on the seed, the step and the micro-batch, whoever loads it after whatever else was drawn."""
     dataset = KINDS[kind]()
     found = content(feed(dataset, Listing(), workers)[0])
@@ -176,7 +176,7 @@ def test_an_own_collation_is_handed_the_samples_and_draws_the_same(kind, workers
             assert own.shape == theirs.shape
 
 
-def test_a_dataset_that_declares_no_draws_declares_it_for_the_collation_too():
+def test_dataset_without_draws_declares_it_for_its_collation():
     class Quiet(Doubled):
         draws_random = False
 

@@ -29,7 +29,7 @@ def test_each_sample_comes_once_an_epoch_within_the_bound(lengths, bound, seed):
         assert all(lengths[part].max() * len(part) <= bound for part in parts)
 
 
-def test_epochs_differ_in_the_order_of_groups_and_in_what_they_hold():
+def test_epochs_differ_in_group_order_and_content():
     lengths = np.random.default_rng(0).integers(1, 64, 3000)
     groups = TokenGroups(lengths, 512, seed=0)
     first, second = ([tuple(samples.tolist()) for _, samples in epoch(groups, number)] for number in (0, 1))
@@ -77,7 +77,7 @@ def test_a_batch_samplers_lists_are_the_micro_batches():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_repeated_sample_has_an_epoch_number_of_its_own_each_time():
+def test_repeated_sample_has_its_own_epoch_number_each_time():
     sampler = BatchSampler(WeightedRandomSampler([1.0, 0.0, 0.0], 6), 4, drop_last=False)
     pairs = [
         pair for epochs, samples in epoch(SampledGroups(sampler, 3, 0), 2) for pair in zip(epochs, samples, strict=True)
@@ -132,7 +132,7 @@ class Normed(lockstep.Task):
         return model(batch[0]).sum()
 
 
-def test_batchnorm_with_a_micro_batch_of_one_sample_is_refused_before_anything_is_written(tmp_path):
+def test_batchnorm_with_a_one_sample_micro_batch_is_refused(tmp_path):
     asked = {"batch_tokens": 16, "micro_batch_tokens": 8, "device": "cpu", "save_dir": str(tmp_path)}
     with refuses(ConfigError, "--micro-batch-tokens 8", "BatchNorm"):
         lockstep.train(lockstep.Config(**asked, max_steps=1), Normed())

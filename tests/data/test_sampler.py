@@ -114,7 +114,7 @@ def test_draws_follow_the_weights():
     assert ((found - wanted) ** 2 / wanted).sum() < 80  # chi-square of 39 degrees of freedom: 99.99% lie below
 
 
-def test_a_sample_that_comes_again_in_its_epoch_draws_other_random_numbers():
+def test_sample_repeated_in_its_epoch_draws_other_numbers():
     epochs, samples = order_from([2, 0, 2, 1, 2, 0], 3, 0).at(0, 12)
     assert samples.tolist() == [2, 0, 2, 1, 2, 0] * 2
     assert len(set(zip(epochs.tolist(), samples.tolist(), strict=True))) == 12
@@ -300,7 +300,7 @@ def trained(world, folder, kind, workers, leave_at, epochs=3):
         (ByTokens, 0, [(3, 0, 7), (2, 1, 0)]),
     ],
 )
-def test_a_run_is_the_same_on_any_ranks_with_loader_processes_and_after_a_resume(tmp_path, kind, size, ways):
+def test_run_is_bitwise_on_any_ranks_with_loaders_and_resumes(tmp_path, kind, size, ways):
     steps, _ = trained(None, tmp_path / "one", kind, 0, 0)
     assert steps == list(range(3 * size // 8 or len(steps)))
     wanted, _ = mark(tmp_path / "one")

@@ -69,7 +69,7 @@ def test_the_order_of_shards_is_pinned():
     assert order.at(105, 117)[1].tolist() == PINNED
 
 
-def test_a_seek_among_a_billion_samples_takes_no_time_and_no_memory():
+def test_seek_among_a_billion_samples_is_instant_and_small():
     order = ShardOrder(np.full(100_000, 10_000), 0, 8).placed(Geometry(1024, 8), 0)
     tracemalloc.start()
     try:

@@ -370,7 +370,7 @@ def read_on_a_full_disk(folder, results):
         results.put(str(error))
 
 
-def test_a_full_disk_names_the_cache_and_leaves_no_part_of_a_file(folder, cache):
+def test_full_disk_names_the_cache_and_leaves_no_partial_file(folder, cache):
     tokens(folder, 2)
     results = multiprocessing.SimpleQueue()
     process = multiprocessing.Process(target=read_on_a_full_disk, args=(folder, results))
@@ -543,7 +543,7 @@ def server(folder):
         thread.join()
 
 
-def test_a_server_that_is_late_or_refuses_for_a_moment_loses_nothing(server):
+def test_server_that_is_late_or_refuses_briefly_loses_nothing(server):
     data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4, dtype="uint16")
     server.delay = 0.3
     assert first(data, [0]) == [0]

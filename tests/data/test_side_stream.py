@@ -44,7 +44,7 @@ def taken(number):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_each_micro_batch_is_copied_while_the_one_before_it_is_computed(ahead):
+def test_micro_batch_is_copied_while_the_last_one_is_computed(ahead):
     """Whether the steps to come are loaded early (to count their items) or when they are needed."""
     with FakeCuda() as cuda:
         feed = batches().from_step(0)
@@ -134,7 +134,7 @@ class Mapped(dict):
 
 
 @pytest.mark.parametrize(("kind", "waits"), [(Quiet, 1), (Able, 0), (lambda x: Mapped(x=x), 0), (lambda x: pack(x), 0)])
-def test_a_batch_that_moves_itself_is_moved_on_the_stream_that_computes(kind, waits):
+def test_batch_that_moves_itself_uses_the_computing_stream(kind, waits):
     """Nobody knows what of it is the side stream's, so it is on none; it waits where it cannot be pinned."""
     with FakeCuda() as cuda:
         held = kind(torch.arange(4.0))
@@ -151,7 +151,7 @@ def pack(x):
     return torch.nn.utils.rnn.pack_sequence([x, x[:1]])
 
 
-def test_what_lies_on_the_device_or_cannot_be_pinned_is_moved_as_it_is():
+def test_data_on_the_device_or_not_pinnable_is_moved_as_it_is():
     with FakeCuda() as cuda:
         there = torch.ones(2).pin_memory().to(DEVICE, non_blocking=True)
         cuda.log.clear()

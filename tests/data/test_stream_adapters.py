@@ -162,7 +162,7 @@ def numbers(steps):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_hugging_face_streams_have_their_files_as_parts_and_seek_by_their_state(hugging, workers, caplog):
+def test_hugging_face_stream_has_files_as_parts_and_seeks(hugging, workers, caplog):
     assert source_of(hugging).parts == 6
     wanted, _ = play(hugging, 1, 14, micro=2)
     assert sorted(numbers(wanted)[:27]) == sorted(
@@ -176,7 +176,7 @@ def test_hugging_face_streams_have_their_files_as_parts_and_seek_by_their_state(
     assert "cannot seek" not in caplog.text
 
 
-def test_a_shuffle_buffer_is_read_past_since_its_state_lacks_the_samples(hugging):
+def test_shuffle_buffer_is_read_past_as_its_state_lacks_samples(hugging):
     stream = hugging.shuffle(seed=3, buffer_size=4)
     wanted, _ = play(stream, 1, 14, micro=2)
     assert sorted(numbers(wanted)[:27]) == sorted(numbers(play(hugging, 1, 14, micro=2)[0])[:27])
@@ -263,7 +263,7 @@ PIPELINES = {
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_webdataset_pipeline_keeps_its_counts_over_ranks_and_a_resume(uneven, name):
+def test_webdataset_keeps_its_counts_over_ranks_and_a_resume(uneven, name):
     make = partial(PIPELINES[name], uneven)
     wanted, _ = in_steps(make, 1, 12)
     alone = itertools.islice(itertools.chain.from_iterable(make() for _ in range(3)), 96)
@@ -307,7 +307,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_hugging_face_stream_has_the_samples_of_one_process_in_an_epoch(hugging, form):
+def test_hugging_face_stream_has_one_processs_samples_an_epoch(hugging, form):
     stream = FORMS[form](hugging)
     alone = [str(sample) for sample in itertools.islice(stream, 54)]
     wanted, _ = play(stream, 1, 24, micro=2)
@@ -317,7 +317,7 @@ def test_a_hugging_face_stream_has_the_samples_of_one_process_in_an_epoch(huggin
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_dataset_goes_on_with_its_own_epochs_over_a_resume(workers):
+def test_stateful_dataset_keeps_its_epochs_over_a_resume(workers):
     wanted, _ = play(CountsEpochs(), 1, 20)
     alone = CountsEpochs()
     assert samples_of(wanted)[:60] == [*alone, *alone]  # in another order

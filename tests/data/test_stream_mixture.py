@@ -116,7 +116,7 @@ def test_an_epoch_of_a_source_is_dealt_anew_and_complete():
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, CURRICULUM])
-def test_the_shares_are_those_of_the_samples_and_within_one_of_the_weights(weights):
+def test_shares_are_of_samples_and_within_one_of_the_weights(weights):
     everyone = batches_of(mixed(weights), World())
     steps, _ = play(mixed(weights), 2, 40)
     for first, last in ((0, 40), (3, 11)):
@@ -162,7 +162,7 @@ def test_a_source_without_samples_is_one_line():
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_a_part_that_fails_is_opened_again_and_one_that_goes_on_failing_is_named(tmp_path, noise):
+def test_failing_part_is_reopened_and_named_if_it_fails_on(tmp_path, noise):
     def stream(folder):
         return lockstep.mixture(
             {"a": Named("a", [9] * 4, noise), "b": Failing([9] * 4, folder, noise)}, {"a": 1, "b": 2}

@@ -103,7 +103,7 @@ def marks(stream):
 
 
 @pytest.mark.parametrize("kind", [ByGenerator, ByCounter, Unread])
-def test_a_shuffle_that_goes_on_from_reading_to_reading_is_refused_without_a_mark(kind):
+def test_shuffle_that_differs_by_reading_is_refused_unmarked(kind):
     stream = kind()
     before = marks(stream)
     with pytest.raises(DataError, match=kind.__name__):
@@ -112,7 +112,7 @@ def test_a_shuffle_that_goes_on_from_reading_to_reading_is_refused_without_a_mar
 
 
 @pytest.mark.parametrize("kind", [Late, Reseeded])
-def test_counters_and_generators_that_decide_nothing_pass_without_a_mark(kind):
+def test_counters_and_generators_without_effect_pass_unmarked(kind):
     stream = kind()
     before = marks(stream)
     attempt(stream)
@@ -120,7 +120,7 @@ def test_counters_and_generators_that_decide_nothing_pass_without_a_mark(kind):
 
 
 @pytest.mark.parametrize("kind", [Ignoring, OneOff])
-def test_a_part_that_does_not_begin_where_it_is_asked_to_is_refused_by_name(kind):
+def test_part_that_begins_elsewhere_is_refused_by_name(kind):
     lengths = [3, 1, 9, 5]
     attempt(Parts(lengths, noise=True))
     with pytest.raises(DataError, match=rf"{kind.__name__}.*`iter\(part, start\)`"):

@@ -245,7 +245,7 @@ class Endless(Parts):
             yield part, offset
 
 
-def test_endless_parts_never_end_and_one_among_others_goes_on_alone():
+def test_endless_parts_never_end_also_after_all_others():
     steps, state = play(Endless([0] * 4), 2, 50, workers=1)
     assert state.place.epoch == 0
     assert all(len(step) == 4 for step in steps)
@@ -284,7 +284,7 @@ def test_the_place_of_a_run_has_epochs_and_samples():
     assert [each.epoch_progress for each in found[2:4]] == [None, 1 / 3]
 
 
-def test_a_trial_reads_parts_and_halves_and_leaves_the_stream_where_it_is():
+def test_trial_reads_parts_and_halves_and_restores_the_stream():
     everyone = batches_of(Parts([1, 5, 3], noise=True), World(rank=1, size=2))
     loader = everyone.from_step(0)
     assert everyone.own_samples(0) == 2

@@ -117,7 +117,7 @@ def test_and_more_again_when_it_is_fast_again():
     assert line.startswith("shares 4,4 after step ")
 
 
-def test_one_with_a_single_micro_batch_is_measured_by_its_forward():
+def test_rank_with_one_micro_batch_is_measured_by_its_forward():
     ranks = Ranks([1.0, 50.0])
     ranks.take(30)
     assert ranks.slots() == (7, 1)
@@ -204,7 +204,7 @@ def test_a_bound_holds_from_its_step_on():
     assert Ranks([0.01, 0.04], state=balancer.state).slots() == (5, 3)
 
 
-def test_a_step_keeps_its_shares_however_many_changes_are_still_to_come():
+def test_step_keeps_its_shares_with_changes_still_to_come():
     """Many loader processes ask for steps far ahead, so that a change is decided long before it holds."""
     balancer = Balancer(8, 2)
     for first in range(1, 100):
@@ -238,7 +238,7 @@ def test_ranks_that_share_out_differently_are_told():
         one.update(reports, 4)
 
 
-def test_a_device_whose_seconds_are_known_late_is_measured_by_the_steps_that_they_are_of():
+def test_late_seconds_of_a_device_count_for_their_own_steps():
     """Seconds of 25 steps come at once; the steps since then were heard of, and nothing is known of them."""
     balancer = Balancer(8, 2)
     known = [[0.0, 0.0], [0.0, 0.0]]

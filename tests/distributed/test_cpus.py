@@ -66,7 +66,7 @@ def test_hyperthreads_and_neighbours_share(tmp_path):
     assert share_cores(range(8), 9, tmp_path) == []
 
 
-def test_each_core_is_in_one_share_also_where_the_system_says_nothing(tmp_path):
+def test_each_core_is_in_one_share_also_without_topology(tmp_path):
     for count in (1, 2, 5, 16, 61):
         for shares in range(1, count + 1):
             found = share_cores(range(count), shares, tmp_path)

@@ -32,7 +32,7 @@ def two_runs(world, folder):
     return found
 
 
-def test_torchs_collectives_with_gradients_use_the_group_of_the_present_run(tmp_path):
+def test_torchs_collectives_with_gradients_use_the_runs_group(tmp_path):
     wanted = [[1.0, 1.0], 2.0, 2.0, [2.0, 2.0], 4.0, 2.0]
     assert run(two_runs, 2, tmp_path) == [wanted * 2] * 2
 
@@ -55,5 +55,5 @@ def one_leaves(world, folder):
     return noticed.exists()
 
 
-def test_a_rank_that_leaves_its_groups_is_noticed_though_torch_refers_to_them(tmp_path):
+def test_rank_leaving_its_groups_is_noticed_despite_torchs_refs(tmp_path):
     assert run(one_leaves, 2, tmp_path) == [True, True]

@@ -45,7 +45,7 @@ def test_the_limit_is_raised_to_the_hard_one_but_not_to_millions(monkeypatch, so
     assert limits.now == (after, hard)
 
 
-def test_a_hard_limit_that_is_too_low_is_named_before_anything_fails(monkeypatch):
+def test_too_low_hard_limit_is_named_before_anything_fails(monkeypatch):
     monkeypatch.setattr(descriptors, "resource", Limits(256, 1024))
     ensure_descriptors(descriptors_of(252, hosts_store=False), "rank 3 of 252")
     with refuses(ConfigError, "rank 0 of 1024", descriptors_of(1024, hosts_store=True), 1024):

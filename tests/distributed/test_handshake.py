@@ -96,7 +96,7 @@ LATE = late()
 
 
 @pytest.mark.parametrize("service", [LATE], indirect=True)
-def test_a_store_that_is_just_starting_is_asked_again_until_it_answers(service, monkeypatch):
+def test_store_that_is_starting_is_asked_until_it_answers(service, monkeypatch):
     monkeypatch.setattr(membership, "_PAUSE", 0.01)
     check_store("127.0.0.1", service, 5.0, "MASTER_PORT 7")
     assert LATE.asked == 2
@@ -123,7 +123,7 @@ def test_a_torch_that_greets_otherwise_is_not_refused(service, monkeypatch):
     membership._knows_protocol.cache_clear()
 
 
-def test_a_store_of_torchs_and_a_port_where_nobody_listens_are_let_pass(capfd):
+def test_torchs_store_and_an_unused_port_are_let_pass(capfd):
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     check_store("127.0.0.1", store.port, 5.0, "MASTER_PORT 7")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -135,7 +135,7 @@ def test_a_store_of_torchs_and_a_port_where_nobody_listens_are_let_pass(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_ranks_agree_on_a_scope_although_the_store_holds_earlier_starts():
+def test_ranks_agree_on_a_scope_in_a_store_of_earlier_starts():
     store = dist.HashStore()
     stale = "lockstep/start/dead"  # of processes that were killed while they met
     store.set("lockstep/start/scope", stale)

@@ -83,7 +83,7 @@ def test_a_node_whose_name_does_not_resolve_has_slurms_address(tmp_path, monkeyp
         ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"}, "lockstep launch --nnodes $SKYPILOT_NUM_NODES"),
     ],
 )
-def test_tasks_that_would_each_train_alone_are_told_the_command_that_was_meant(environ, command):
+def test_tasks_training_alone_are_told_the_intended_command(environ, command):
     with refuses(ConfigError, command, next(name for name in environ if name.endswith(("PROCID", "RANK")))):
         read_starter(dict(environ))
 
@@ -107,7 +107,7 @@ def test_one_task_and_what_a_launcher_started_are_let_through(environ):
     assert after == environ
 
 
-def test_every_way_into_a_run_refuses_them_before_anything_is_written(tmp_path, monkeypatch):
+def test_every_entry_to_a_run_refuses_them_before_writing(tmp_path, monkeypatch):
     for name in RANK:
         monkeypatch.delenv(name, raising=False)
     for name, value in STEP.items():

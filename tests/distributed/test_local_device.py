@@ -29,7 +29,7 @@ def show(monkeypatch, count, uuid="GPU-0", bus=1, nccl=(2, 30, 1)):
     ("count", "local_rank", "local_size", "index"),
     [(8, 3, 8, 3), (8, 3, 1, 3), (1, 0, 1, 0), (1, 3, 8, 0), (1, 3, 1, 0), (2, 1, 2, 1)],
 )
-def test_the_index_is_the_local_rank_or_0_where_there_is_no_other(monkeypatch, count, local_rank, local_size, index):
+def test_device_index_is_the_local_rank_or_0_without_another(monkeypatch, count, local_rank, local_size, index):
     show(monkeypatch, count)
     assert local_device("auto", local_rank, local_size) == torch.device("cuda", index)
     assert local_device("cpu", local_rank, local_size) == torch.device("cpu")
@@ -49,7 +49,7 @@ def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch):
         local_device("cuda", 0)
 
 
-def test_one_uuid_on_one_host_is_refused_and_both_ranks_are_named():
+def test_one_uuid_on_one_host_is_refused_with_both_ranks():
     check_unshared([["a", "GPU-0", "H100"], ["a", "GPU-1", "H100"], ["b", "GPU-0", "H100"], None, None])
     with pytest.raises(ConfigError, match=r"(?s)ranks 1 and 3 .*GPU-1.*CUDA_VISIBLE_DEVICES"):
         check_unshared([["a", "0", "H100"], ["a", "1", "H100, GPU-1"], ["b", "1", "H100"], ["a", "1", "H100, GPU-1"]])
@@ -69,7 +69,7 @@ def test_devices_are_told_apart_as_the_present_nccl_does(monkeypatch):
     assert identity(torch.device("cuda", 0)) is None
 
 
-def test_two_processes_are_on_one_host_unless_its_name_or_its_boot_differs(monkeypatch, tmp_path):
+def test_processes_share_a_host_unless_name_or_boot_differs(monkeypatch, tmp_path):
     show(monkeypatch, 1)
     hosts = []
     for name, boot in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
@@ -117,7 +117,7 @@ def test_each_rank_takes_the_one_device_that_it_is_shown():
     assert run(_joined, 2, ["GPU-0", "GPU-1"], True) == [["cpu:gloo,cuda:nccl", ("cuda:0", [0, 1]), True, [0, 1]]] * 2
 
 
-def test_one_device_of_two_ranks_is_refused_alike_on_both_and_the_groups_are_left():
+def test_shared_device_is_refused_on_both_and_groups_are_left():
     one, other = run(_joined, 2, ["GPU-7", "GPU-7"], True)
     assert one == other
     _, line, left, again = one
@@ -131,7 +131,7 @@ def test_ranks_that_exchange_by_gloo_alone_may_share_a_device():
     assert run(_joined, 2, ["GPU-7", "GPU-7"], False, True) == [[("cuda:0", [0, 1]), False, [0, 1]]] * 2
 
 
-def test_a_guest_of_nccl_is_refused_on_a_shared_device_and_the_group_stays_its_makers():
+def test_nccl_guest_is_refused_on_a_shared_device():
     for line, left, again in run(_joined, 2, ["GPU-7", "GPU-7"], True, True):
         assert "ranks 0 and 1" in line
         assert (left, again) == (False, [0, 1])
@@ -148,7 +148,7 @@ class Backend:
         self.seconds = timeout.total_seconds()
 
 
-def test_nccls_watchdog_waits_longer_than_lockstep_and_gloo_does_not():
+def test_nccls_watchdog_waits_longer_and_gloo_does_not():
     """It aborts the process; before that the line that names the missing rank is to be out."""
     backends = {"cpu": Backend("gloo"), "cuda": Backend("nccl")}
     group = SimpleNamespace(_get_backend=lambda device: backends[device.type])
@@ -196,7 +196,7 @@ def test_the_first_default_group_has_its_times_set_too():
     assert run(_first_waits, 2) == [[30.0], [30.0]]
 
 
-def test_a_process_that_replaces_another_takes_the_one_device_too(monkeypatch):
+def test_replacing_process_takes_the_one_device_too(monkeypatch):
     show(monkeypatch, 1)
     for name, value in (("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setitem(os.environ, name, value)

@@ -66,7 +66,7 @@ def in_hook(error):
 
 @pytest.mark.parametrize("raising", [in_body, in_forward, in_backward, in_hook])
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, dist.DistBackendError, ConnectionResetError, ValueError])
-def test_an_error_of_the_programs_own_is_its_own_whatever_its_text_and_the_links(monkeypatch, raising, kind):
+def test_error_of_the_program_is_its_own_whatever_its_text(monkeypatch, raising, kind):
     monkeypatch.setattr(membership, "_has_closed_link", lambda: True)
     assert len(set(TEXTS)) == 100
     for text in TEXTS:
@@ -126,7 +126,7 @@ def kind_of(call):
         return type(error).__name__
 
 
-def test_a_collective_of_torchs_whose_peer_is_gone_or_late_raises_a_typed_error():
+def test_torchs_collective_with_a_lost_peer_raises_a_typed_error():
     first, left, third = run(judged, 3)
     own = {"native_in_backward": "RuntimeError", "wrong_argument": left["wrong_argument"]}
     assert left == own

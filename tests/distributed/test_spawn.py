@@ -48,7 +48,7 @@ def test_patience_begins_when_all_run(waits, tmp_path):
     assert waits.seconds == [spawn._START] * 3 + [33.0] * 2
 
 
-def test_after_a_failure_the_others_have_a_moment_whatever_they_say(waits, tmp_path):
+def test_others_have_a_moment_to_end_after_a_failure(waits, tmp_path):
     failure = spawn._FailureReport(False, 1.0, 0, "the reason", False, "its stack")
     pipes = [Pipe(ALIVE, ("failed", failure)), Pipe(ALIVE, ALIVE)]
     waits.order = [pipes[0], pipes[0], pipes[1], pipes[1]]
@@ -67,7 +67,7 @@ class Unsendable:
     ("given", "broken", "raised"),
     [(Unsendable(), None, ConfigError), (7, RuntimeError("no more pickles"), RuntimeError)],
 )
-def test_what_cannot_be_sent_is_told_by_where_it_fails_and_not_by_words(monkeypatch, given, broken, raised):
+def test_unsendable_result_is_told_by_where_it_fails(monkeypatch, given, broken, raised):
     def ensured():
         if broken:
             raise broken
@@ -147,7 +147,7 @@ def compiles_with(world, say, devices, cores):
         return async_compile.get_compile_threads(), os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
 
 
-def test_a_rank_compiles_in_itself_on_a_cpu_and_on_its_part_of_the_cores_on_a_device():
+def test_rank_compiles_with_its_share_of_the_cores():
     """In a process that was forked from one that had read torch's settings already."""
     assert start(compiles_with, 2, (0, 16)) == [(1, "1")] * 2
     assert start(compiles_with, 2, (8, 16)) == [(8, "8")] * 2

@@ -53,7 +53,7 @@ def test_items_are_summed_over_the_ranks(world_size):
     assert [found for found, _ in run(_items, world_size, 50, 0.0, False)] == [wanted] * world_size
 
 
-def test_it_beats_every_step_where_steps_are_long_and_rarely_where_they_are_short():
+def test_it_beats_every_long_step_and_rarely_in_short_ones():
     (_, slow), _ = run(_items, 2, 12, 0.03, False)
     (_, fast), (_, other) = run(_items, 2, 200, 0.0005, False)
     assert set(slow) == {1}
@@ -145,7 +145,7 @@ def _lost(world, how):
 
 
 @pytest.mark.parametrize("how", ["kill", "sleep"])
-def test_a_rank_that_does_not_come_is_one_line_within_the_timeout(how):
+def test_rank_that_does_not_come_is_one_line_in_the_timeout(how):
     """Rank 0 says so itself, long before rank 1 would wake up or the helper's own 60 s are over."""
     with pytest.raises(AssertionError) as found:
         run(_lost, 2, how)
@@ -202,7 +202,7 @@ def _told(world, constant):
     return found
 
 
-def test_how_often_it_beats_is_by_the_mean_length_of_a_step_and_not_of_what_passed_since():
+def test_beats_follow_the_mean_length_of_a_step():
     """Every quarter of a second: after eight steps of 30 ms, one is 30 ms and not eight times as long."""
     counts = run(_told, 2, True)[0]
     lengths = [counts.count(value) for value in sorted(set(counts))]
@@ -306,7 +306,7 @@ def test_what_is_exchanged_in_numbers(wire):
     assert wire.sent[5:] == [([1.5, 2.5], "own", False)]
 
 
-def test_further_numbers_are_told_with_the_steps_that_they_are_for(wire):
+def test_further_numbers_arrive_with_their_own_steps(wire):
     """The other rank tells none of its own here: its row is of hundreds wherever this rank's is not 0."""
     asked = []
 
@@ -327,7 +327,7 @@ def test_further_numbers_are_told_with_the_steps_that_they_are_for(wire):
     assert waited == (0.0, 0.5, 0.5)
 
 
-def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wire):
+def test_other_thread_sees_a_known_failure_without_waiting(wire):
     exchange = wire.exchange
     exchange.global_items(0)
     exchange.send(0)
@@ -343,7 +343,7 @@ def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wi
     assert not exchange.has_failed()
 
 
-def test_in_a_run_that_outlives_a_loss_the_step_comes_to_its_end_before_it_is_told(wire):
+def test_surviving_run_ends_its_step_before_it_is_told(wire):
     exchange = StepExchange(World(size=2, timeout=7.0), lambda step: 1, None, 20, survives_loss=True)
     wire.exchange = exchange
     exchange.global_items(0)
@@ -359,7 +359,7 @@ def test_in_a_run_that_outlives_a_loss_the_step_comes_to_its_end_before_it_is_to
     assert wire.ended == []  # who was handed the group leaves it
 
 
-def test_the_group_is_given_back_once_and_after_what_is_under_way(wire):
+def test_group_is_returned_once_and_after_pending_work(wire):
     exchange = wire.exchange
     exchange.global_items(0)
     exchange.send(0)
@@ -370,7 +370,7 @@ def test_the_group_is_given_back_once_and_after_what_is_under_way(wire):
     assert wire.ended == ["own"]
 
 
-def test_busy_seconds_of_a_device_are_divided_by_the_steps_that_it_has_done():
+def test_busy_seconds_are_divided_by_the_steps_done():
     """It tells of a step after it: by then the host is further, by one step or by two."""
     spent, known = [0.0], [0]
     exchange = StepExchange(
@@ -401,7 +401,7 @@ def _weights(world):
     return found
 
 
-def test_counts_that_are_no_whole_numbers_add_up_to_the_same_bits_on_any_ranks():
+def test_fractional_counts_add_up_bitwise_on_any_ranks():
     alone = _weights(World())
     assert alone == [math.fsum(counts) for counts in _COUNTS]
     for ranks in (2, 3):
@@ -409,7 +409,7 @@ def test_counts_that_are_no_whole_numbers_add_up_to_the_same_bits_on_any_ranks()
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_sums_of_a_thousand_ranks_have_the_same_bits_in_any_order(whole):
+def test_sums_of_a_thousand_ranks_are_bitwise_in_any_order(whole):
     draw = random.Random(3)
     counts = [[draw.randrange(2**40) if whole else draw.random() * 2.0 ** draw.randrange(50) for _ in range(16)]]
     counts = [[each * draw.randrange(1, 9) for each in counts[0]] for _ in range(1024)]

@@ -161,7 +161,7 @@ def test_exact_has_the_same_bits_at_every_world_size(settings, cases):
         assert run(fit_all, world_size, cases, exact) == [alone] * world_size
 
 
-def test_every_micro_batch_is_counted_once_also_where_slots_are_empty():
+def test_every_micro_batch_counts_once_also_with_empty_slots():
     """8 micro-batches on 3 ranks leave one slot empty, a short last step leaves more."""
     settings = {"size": 16, "micro": 2, "total": 42}  # 8 + 8 + 5 micro-batches
     alone = fit_all(World(), [DOUBLE], settings)[0][0]
@@ -191,7 +191,7 @@ SIAMESE = {**DOUBLE, "siamese": True}
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_layer_that_runs_several_times_in_a_micro_batch_counts_each_time_in_its_order(momentum):
+def test_layer_run_several_times_counts_each_time_in_order(momentum):
     """As torch's own layers do, one micro-batch after the other on one process; a recomputation counts nothing."""
     settings = {"size": 16, "micro": 2, "total": 42}  # 21 micro-batches; 8 on 3 ranks leave an empty slot
     case = {**SIAMESE, "momentum": momentum}
@@ -230,7 +230,7 @@ def every_way(world, case, settings):
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "zero", "fsdp", "deepspeed"])
-def test_every_engine_counts_each_run_of_a_layer_and_no_recomputation_trial_or_step_left_out(engine):
+def test_every_engine_counts_runs_but_no_trial_or_skipped_step(engine):
     case, most, settings = SIAMESE, 1e-9, {"size": 16, "micro": 2, "count": 3}
     if engine == "deepspeed":  # in float32, where a bias before a layer has rounding for its gradient
         pytest.importorskip("deepspeed")
@@ -242,7 +242,7 @@ def test_every_engine_counts_each_run_of_a_layer_and_no_recomputation_trial_or_s
             close(each, wanted, most)
 
 
-def test_exact_runs_of_a_layer_that_runs_several_times_have_the_same_bits_at_every_world_size():
+def test_exact_runs_of_a_reused_layer_are_bitwise_on_any_world():
     exact = {"size": 16, "micro": 2, "count": 3, "exact": True}
     cases = [{"siamese": True}, {"siamese": True, "policy": "full"}, {"siamese": True, "momentum": None}]
     threads = torch.get_num_threads()
@@ -305,7 +305,7 @@ def alone_with(model):
     return with_buffers(Recorder(model), model, World(), EngineRequest())
 
 
-def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
+def test_unused_or_frozen_layers_keep_their_statistics():
     model = recording(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)), fail)
     made = alone_with(model)
     model[1].eval()
@@ -317,7 +317,7 @@ def test_layers_that_do_not_run_or_are_frozen_keep_their_statistics():
     assert torch.equal(model[2].running_mean, torch.zeros(3))
 
 
-def test_each_layer_counts_the_micro_batches_in_which_it_ran_and_keeps_its_precision():
+def test_each_layer_counts_its_micro_batches_and_keeps_precision():
     model = recording(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2).double()), fail)
     made, generator = alone_with(model), torch.Generator().manual_seed(4)
     narrow = [torch.randn(5, 3, generator=generator) for _ in range(3)]
@@ -337,7 +337,7 @@ def test_each_layer_counts_the_micro_batches_in_which_it_ran_and_keeps_its_preci
     torch.testing.assert_close(model[1].running_var, 0.9 + 0.1 * wide.var(0), rtol=1e-14, atol=1e-16)
 
 
-def test_a_layer_with_a_momentum_of_zero_keeps_what_it_has_beside_others():
+def test_layer_with_zero_momentum_keeps_its_statistics():
     model = recording(nn.Sequential(nn.BatchNorm1d(3, momentum=0.0), nn.BatchNorm1d(3)), fail)
     made = alone_with(model)
     made.accumulate(True)

@@ -121,7 +121,7 @@ def test_each_kind_of_layer_is_torchs_own_on_the_whole_batch(ranks):
     assert run(compare_layers, ranks, LAYERS, torch.float64, DOUBLE, 3.0) == [True] * ranks
 
 
-def test_a_large_mean_is_no_less_exact_in_float32_than_in_torchs_own():
+def test_large_mean_is_as_exact_in_float32_as_in_torchs_own():
     within = {"rtol": 1e-3, "atol": 2e-3}  # float32 has steps of 5e-4 at 5e3
     assert run(compare_layers, 3, LAYERS[:1], torch.float32, within, 5e3) == [True] * 3
 
@@ -315,7 +315,7 @@ def compare(found, wanted, within=1e-10):
     ],
     ids=str,
 )
-def test_steps_of_several_ranks_are_those_of_a_plain_loop_over_whole_batches(name, ranks, settings):
+def test_steps_of_several_ranks_match_a_plain_whole_batch_loop(name, ranks, settings):
     wanted = trained_by_hand(Pictures(momentum=settings.get("momentum", 0.1)))
     assert int(wanted["twice.1.num_batches_tracked"]) == 2 * HORIZON
     for found in run(trained_together, ranks, name, settings, timeout=120.0):
@@ -345,7 +345,7 @@ def run_to(world, folder, leave_at=None):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_stopped_on_two_ranks_goes_on_as_a_plain_loop_on_another_number(ranks, tmp_path):
+def test_run_resumes_on_another_world_as_a_plain_loop(ranks, tmp_path):
     assert run(run_to, 2, str(tmp_path), 2) == [[0, 1]] * 2
     assert run(run_to, ranks, str(tmp_path)) == [[2, 3]] * ranks
     model = Configured().model()
@@ -375,7 +375,7 @@ def stop_at_nan(world, folder):
     return str(caught.value)
 
 
-def test_a_bad_sample_is_named_on_its_own_rank_although_all_losses_are_bad(tmp_path):
+def test_bad_sample_is_named_on_its_own_rank(tmp_path):
     for message in run(stop_at_nan, 2, str(tmp_path)):
         assert "micro-batch 1 (" in message
         assert str(SPOILT) in message
@@ -425,7 +425,7 @@ def test_auto_is_resolved_anew_at_each_start_by_ranks_and_cut(fields, ranks, kin
         ({"exact": True}, 2, {"has_batchnorm": False}, "replay", ""),
     ],
 )
-def test_auto_is_sync_where_a_step_is_one_micro_batch_for_each_rank(fields, ranks, cut, kind, reason):
+def test_auto_is_sync_with_one_micro_batch_for_each_rank(fields, ranks, cut, kind, reason):
     config = lockstep.Config(**{"batch_size": 12, "micro_batch_size": 6} | fields)
     found = resolve_batchnorm(config, ranks, **cut)
     assert found.kind == kind

@@ -127,7 +127,7 @@ def _begun(world):
     return all(same), ""
 
 
-def test_it_begins_at_the_weights_and_is_refused_where_these_are_on_a_disk():
+def test_average_begins_at_the_weights_and_refuses_a_disk():
     line = "--optim.ema: zero_optimization.offload_optimizer keeps the weights on nvme; offload them to cpu"
     assert run(_begun, 2) == [(True, line)] * 2
 

@@ -85,12 +85,12 @@ def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
         merged(content, wanted(optimizer=sgd(torch.nn.Linear(2, 2), lr=0.01)))
 
 
-def test_settings_of_an_optimizer_that_say_what_is_done_anyhow_are_taken():
+def test_optimizer_settings_equal_to_the_runs_are_accepted():
     params = {"torch_adam": True, "bias_correction": True, "amsgrad": False, "lr": 0.01}
     assert options.build(merge_settings({}, {"optimizer": {"type": "Adam", "params": params}}, 1)).lr == 0.01
 
 
-def test_groups_with_rates_and_decays_of_their_own_are_no_contradiction():
+def test_groups_with_their_own_rates_are_no_contradiction():
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}}
     for optim in ({"layer_decay": 0.5}, {"groups": "0.*: lr=0.1x"}, {"groups": "*: lr=3x, decay=0.2"}):

@@ -100,7 +100,7 @@ def _norms(world, stage, offload):
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (2, True), (3, False), (3, True)])
-def test_what_a_micro_batch_leaves_out_has_no_gradient_of_an_earlier_step(stage, offload):
+def test_unused_parameter_has_no_gradient_of_an_earlier_step(stage, offload):
     close(run(_norms, 2, stage, offload)[0], _norms(World(), 0, False))
 
 
@@ -133,7 +133,7 @@ def _taken_over(world, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_another_engines_state_without_that_of_an_unused_parameter(stage):
+def test_another_engines_state_may_lack_an_unused_parameter(stage):
     results = run(_taken_over, 2, stage)
     held = next(found for found, _ in results if found)
     close(held, results[0][1])

@@ -106,7 +106,7 @@ def test_the_two_change_places_and_have_their_bits_again(dtype):
         assert torch.equal(model.weight, before["model/weight"])
 
 
-def test_a_state_without_an_average_begins_one_and_another_models_is_refused():
+def test_state_without_an_average_begins_one():
     made, other = around(), around()
     made.step(0.5)
     state = copy.deepcopy(made.state_dict())
@@ -162,7 +162,7 @@ def _go_on(world, folder, first, second):
     return digest(made, world)
 
 
-def test_a_checkpoint_keeps_it_for_another_engine_and_another_world(tmp_path):
+def test_checkpoint_keeps_the_average_across_engines_and_worlds(tmp_path):
     wanted = alone(TASK, **SETTINGS | {"count": 6})[2]
     run(_go_on, 2, tmp_path, "fsdp", "")
     assert _alone(tmp_path) == wanted

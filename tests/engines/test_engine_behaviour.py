@@ -124,7 +124,7 @@ def _exchanged(world):
     return shards, ddp.model.will_sync_module_buffers(), moments
 
 
-def test_gradients_are_exchanged_once_a_step_buffers_apart_and_a_rank_may_have_no_part():
+def test_gradients_are_exchanged_once_a_step_and_buffers_apart():
     made, batches = build(World(), One(), "single", count=2)
     moments = []
     for stop in (1, 2):
@@ -173,7 +173,7 @@ def _changing(world, name, options):
     train(world, made, batches, task)
 
 
-def test_a_branch_that_changes_later_is_named_with_the_flag_where_that_forbids_it():
+def test_branch_that_changes_later_is_named_with_the_flag():
     with pytest.raises(
         RankError, match=r"LockstepError.* extra\.weight, extra\.bias.*--engine\.find-unused-parameters"
     ):
@@ -181,7 +181,7 @@ def test_a_branch_that_changes_later_is_named_with_the_flag_where_that_forbids_i
     run(_changing, 2, "ddp", {"find_unused_parameters": "true"})
 
 
-def test_the_three_linears_are_one_unit_and_a_model_with_blocks_is_cut():
+def test_three_linears_are_one_unit_and_blocks_are_cut():
     lines = run(_lines, 2, Plain(), "fsdp")[0]
     assert lines[0] == "--engine fsdp, sharding full over [2] ranks: the model as one unit"
     lines = run(_lines, 2, Ragged(), "fsdp")[0]
@@ -300,7 +300,7 @@ def _searching(world, say, folder):
     lockstep.Run(config(folder, device="cpu", engine="ddp", max_steps=3, engine_options=options), Plain("always"))()
 
 
-def test_torchs_advice_against_the_search_is_not_on_the_screen_of_each_rank(tmp_path):
+def test_torchs_advice_against_the_search_is_hidden(tmp_path):
     start(_searching, 2, (str(tmp_path / "runs"),), folder=tmp_path)
     for rank in range(2):
         assert "find_unused_parameters" not in (tmp_path / f"rank-2-{rank}.log").read_text()

@@ -74,7 +74,7 @@ def trained(world, cases):
 CASES = [(name, {"exact": exact}) for name in ("ddp", "zero", "fsdp") for exact in (False, True)]
 
 
-def test_expanded_buffers_and_other_tables_on_the_ranks_train_as_rank_zero_alone():
+def test_expanded_buffers_train_as_rank_zero_alone():
     wanted = run(trained, 1, [("single", {"exact": True})])[0][0]
     for of_rank in run(trained, 2, CASES):
         for (name, settings), found in zip(CASES, of_rank, strict=True):
@@ -157,7 +157,7 @@ class Two(World):
         return [value, value if isinstance(value, list) else value | self.shapes]
 
 
-def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
+def test_ranks_share_forward_buffers_of_equal_shapes(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
     monkeypatch.setattr(collectives.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda writers: writers.mul_(2))  # the other writes the same
@@ -191,7 +191,7 @@ class Silent(torch.nn.Module):
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_what_is_written_behind_torchs_count_is_a_part_of_the_step_from_the_first_one_on(knows):
+def test_untracked_buffer_writes_belong_to_the_step(knows):
     model = Silent()
     del model._buffers["holes"]
     made = with_buffers(Still(model, knows), model, World(), EngineRequest())
@@ -258,7 +258,7 @@ def behind(task, x):
 
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("write", [in_place, by_another, behind])
-def test_a_task_tensor_that_the_loss_writes_is_a_part_of_the_step(write, knows):
+def test_task_tensor_that_the_loss_writes_belongs_to_the_step(write, knows):
     task, model = Queue(write), torch.nn.Linear(2, 2)
     made = with_buffers(Still(model, knows), model, World(), EngineRequest(own=OwnState(task.state_dict)))
 
@@ -284,7 +284,7 @@ def test_a_task_tensor_that_the_loss_writes_is_a_part_of_the_step(write, knows):
     assert task.average.tolist() == [3.0, 3.0, 3.0]
 
 
-def test_a_task_tensor_that_cannot_be_put_back_is_refused_by_name():
+def test_task_tensor_that_cannot_be_restored_is_refused():
     def growing(task, x):
         task.queue = torch.cat([task.queue, x])
 
@@ -362,7 +362,7 @@ class Resizing(torch.nn.Module):
         return x
 
 
-def test_buffers_that_a_forward_resizes_or_makes_are_as_they_were():
+def test_buffers_that_a_forward_resizes_or_makes_are_restored():
     model, task = Resizing(), Queue(by_another)
     least, scale = model.least, model.scale
     with as_before(model, task.state_dict):

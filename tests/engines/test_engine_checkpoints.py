@@ -157,7 +157,7 @@ def _straight(world):
 
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "zero"), ("ddp", "fsdp")])
-def test_an_exact_run_that_changes_engines_ends_with_the_same_bits(tmp_path, first, second):
+def test_exact_run_that_changes_engines_is_bitwise(tmp_path, first, second):
     threads = torch.get_num_threads()
     try:
         wanted = _straight(World())
@@ -199,5 +199,5 @@ def _clones(world, name):
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero", "fsdp"])
-def test_an_engine_takes_copies_of_a_state_and_refuses_another_models(name):
+def test_engine_copies_a_state_and_refuses_another_models(name):
     assert run(_clones, 2, name) == [True, True]

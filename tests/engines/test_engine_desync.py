@@ -133,7 +133,7 @@ def exchanges(world):
     return len(gathered), sorted(read)
 
 
-def test_a_check_speaks_once_and_reads_no_part_that_one_rank_alone_holds():
+def test_check_reports_once_and_reads_no_private_part():
     count, read = run(exchanges, 2)[0]
     assert count == 1
     assert read == [

@@ -35,7 +35,7 @@ def _untold(world):
     return str(caught.value), caught.value.exit_code
 
 
-def test_a_plain_tensor_that_meta_init_would_leave_without_values_is_named():
+def test_plain_tensor_left_empty_by_meta_init_is_named():
     for line, code in run(_untold, 2):
         assert re.search("--engine.meta-init.* scale", line)
         assert code == 2

@@ -92,7 +92,7 @@ def _resumed(world, folder, first, second, ranks_before):
     return digest(made, world)
 
 
-def test_a_checkpoint_goes_from_engine_to_engine_and_from_four_ranks_to_two(tmp_path):
+def test_checkpoint_moves_between_engines_and_to_fewer_ranks(tmp_path):
     wanted = alone(TASK, **CASES | {"exact": True, "count": 6})[2]
     run(_resumed, 4, tmp_path / "a", "fsdp", "", True)
     assert run(_resumed, 2, tmp_path / "a", "", "zero", False) == [wanted] * 2
@@ -118,7 +118,7 @@ def _left_out(world, name):
     return found[0] == found[1] and found[0]
 
 
-def test_a_step_left_out_changes_nothing_and_a_rate_of_zero_moves_the_momentum_alone():
+def test_skipped_step_changes_nothing_and_zero_rate_momentum():
     (wanted,) = {*run(_left_out, 1, "ddp")}
     assert wanted
     for name in ("zero", "fsdp"):

@@ -42,7 +42,7 @@ def _norms(world, name, ask=True):
 
 
 @pytest.mark.slow
-def test_a_look_at_the_state_before_the_first_step_changes_nothing():
+def test_reading_the_state_before_step_1_changes_nothing():
     wanted = _norms(World(), "single", ask=False)
     for found in (_norms(World(), "single"), *(run(_norms, 2, name)[0] for name in ("ddp", "zero", "fsdp"))):
         for kind, norms in found.items():
@@ -60,7 +60,7 @@ class Numbers(torch.optim.SGD):
                 state |= {"calls": state.get("calls", 0) + 1, "sum": state.get("sum", 0.0) + 0.25, "ready": True}
 
 
-def test_numbers_in_an_optimizers_state_are_kept_as_what_they_are():
+def test_numbers_in_an_optimizers_state_keep_their_type():
     made = []
     for steps in (3, 0):
         model = torch.nn.Linear(2, 1)
@@ -107,7 +107,7 @@ def test_deepspeed_refuses_dampening():
         check_optimizer("deepspeed", damped, exact=False)
 
 
-def test_one_fused_group_is_enough_to_be_refused_under_exact_fsdp():
+def test_one_fused_group_is_refused_under_exact_fsdp():
     pairs = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     groups = [{"params": [pairs[0]], "fused": True}, {"params": [pairs[1]]}]
     for mixed in (torch.optim.AdamW(groups, lr=0.1), torch.optim.AdamW(groups[::-1], lr=0.1)):
@@ -128,7 +128,7 @@ def test_one_fused_group_is_enough_to_be_refused_under_exact_fsdp():
         ("AdamW", {"amsgrad": True}, {"exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0, "step": 0}),
     ],
 )
-def test_a_state_before_the_first_step_is_what_the_optimizer_begins_with(kind, settings, wanted):
+def test_state_before_step_1_is_the_optimizers_initial_one(kind, settings, wanted):
     """And to have asked for it changes nothing of what is trained."""
     weights = []
     for ask in (True, False):

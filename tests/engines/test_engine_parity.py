@@ -48,7 +48,7 @@ def test_each_engine_is_single_on_two_processes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_engine_is_single_at_every_world_size_and_accumulation(world_size):
+def test_each_engine_is_single_at_every_world_and_accumulation(world_size):
     sizes = [{"size": 12, "micro": 3}, {"size": 8, "micro": 1}, {"size": 10, "micro": 2}]
     sizes += [{"size": 2 * world_size, "micro": 2}]  # one micro-batch a rank: no accumulation
     compare([world_size], sizes)

@@ -117,7 +117,7 @@ def test_what_is_no_penalty_is_one_line(penalty, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_penalty_that_returns_none_in_some_steps_is_added_in_the_others():
+def test_penalty_that_is_none_in_some_steps_is_added_in_others():
     model, calls = nn.Linear(2, 1, dtype=torch.float64), []
     plain = nn.Linear(2, 1, dtype=torch.float64)
     plain.load_state_dict(model.state_dict())

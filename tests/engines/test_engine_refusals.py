@@ -118,13 +118,13 @@ def linears(count, width=1024):
     return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
 
 
-def test_blocks_by_size_are_looked_for_within_what_is_more_than_half():
+def test_blocks_by_size_are_searched_within_the_largest_child():
     first, inner, last = torch.nn.Linear(1024, 1024), linears(4), torch.nn.Linear(1024, 1024)
     model = torch.nn.Sequential(first, inner, last, torch.nn.Linear(512, 512))
     assert find_blocks(model).modules == [first, *inner, last]
 
 
-def test_repeated_layers_are_those_of_all_lists_whose_entries_are_alike_and_have_weights():
+def test_repeated_layers_are_all_lists_of_equal_weighted_entries():
     small = [torch.nn.Linear(2, 2) for _ in range(4)]
     one, two = torch.nn.ModuleList(small[:2]), torch.nn.ModuleList(small[2:])
     mixed = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)])

@@ -166,7 +166,7 @@ def _refusals(world):
     return found
 
 
-def test_engines_that_cannot_repeat_a_pass_say_so_in_the_rehearsal():
+def test_engines_that_cannot_repeat_a_pass_say_so():
     found = run(_refusals, 2)[0]
     assert len(found) == 4
     for (name, _), line in found.items():
@@ -189,7 +189,7 @@ def test_without_a_way_to_evaluate_an_optimizer_gets_no_closure():
     assert optimizer.seen == (None,)
 
 
-def test_a_pass_that_fails_in_the_midst_of_a_step_leaves_the_state_as_before():
+def test_pass_that_fails_midway_leaves_the_state_unchanged():
     found = run(_interrupted, 2)
     assert found[0] == found[1]
     assert all(same for same in found[0].values())
@@ -288,7 +288,7 @@ def _refused_embeddings(world):
     return found
 
 
-def test_sparse_embeddings_are_refused_by_name_where_gradients_are_dense():
+def test_sparse_embeddings_are_refused_by_dense_engines():
     for name, line in run(_refused_embeddings, 2)[0].items():
         assert "0.weight" in line
         assert f"--engine {name}" in line
@@ -297,7 +297,7 @@ def test_sparse_embeddings_are_refused_by_name_where_gradients_are_dense():
         lockstep.engine("single", model, torch.optim.SGD, World(), exact_micro_batches=4)
 
 
-def test_a_sparse_gradient_of_a_function_is_refused_in_the_rehearsal():
+def test_functional_sparse_gradient_is_refused_in_the_rehearsal():
     model = nn.ParameterDict({"table": nn.Parameter(torch.ones(9, 3))})
     made = lockstep.engine(
         "single", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), World(), exact_micro_batches=4

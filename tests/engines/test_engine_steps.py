@@ -249,7 +249,7 @@ def scaling(made):
     return state["scaler/scale"].item(), int(state["scaler/good_steps"])
 
 
-def test_the_scale_doubles_after_2000_good_steps_and_not_one_before():
+def test_scale_doubles_after_exactly_2000_good_steps():
     made, _ = scaled(8.0, 1998)
     assert step(made)
     assert scaling(made) == (8.0, 1999)
@@ -259,7 +259,7 @@ def test_the_scale_doubles_after_2000_good_steps_and_not_one_before():
     assert scaling(made) == (16.0, 1)
 
 
-def test_an_overflow_halves_the_scale_resets_the_good_steps_and_leaves_the_weights():
+def test_overflow_halves_the_scale_and_leaves_the_weights():
     made, model = scaled(8.0, 1999)
     before = model.weight.detach().clone()
     assert not step(made, overflows=True)
@@ -371,7 +371,7 @@ def shifted(world, names):
     return found
 
 
-def test_under_exact_all_ranks_begin_with_rank_0s_buffers_also_those_in_no_state():
+def test_exact_ranks_begin_with_rank_0s_buffers():
     wanted = shifted(World(), ["single"])
     for found in run(shifted, 2, ["ddp", "zero"]):
         assert found == wanted * 2

@@ -43,7 +43,7 @@ def left_out(world, name, who, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"exact": True}])
 @pytest.mark.parametrize("who", ["nobody", "some"])
-def test_a_layer_that_some_or_no_micro_batch_of_a_later_step_uses_is_trained_as_on_one_rank(who, settings):
+def test_layer_used_by_some_micro_batches_trains_as_on_one_rank(who, settings):
     """Zeros instead of no gradient would let AdamW decay and move it, without a word."""
     wanted = {micro: alone_left_out(who, {"micro": micro, **settings}) for micro in (1, 2)}
     cases = [(name, micro) for name in ("ddp", "zero") for micro in (1, 2)]

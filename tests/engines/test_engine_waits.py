@@ -16,7 +16,7 @@ from lockstep.optim.optimizers import adamw
 
 UPDATE = "engines/optimizer_step.py"
 # What lies on the host whatever the device: what the ranks tell each other over gloo. And on a CPU the update asks the
-# norm whether it is to be made; tests/training/test_waits.py has the device's own branch.
+# norm whether it is to be made; tests/training/test_host_waits.py has the device's own branch.
 ON_THE_HOST = {
     *("distributed/exchange.py", "distributed/world.py"),
     *("engines/ddp.py", "engines/fsdp/apply.py", UPDATE),

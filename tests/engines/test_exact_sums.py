@@ -127,7 +127,7 @@ def test_every_world_size_has_the_bits_of_one_process(case):
 
 @settings(max_examples=30)
 @given(st.integers(1, 70), st.data())
-def test_a_run_is_few_whole_subtrees_whose_sums_are_what_it_holds(micro_batches, data):
+def test_rank_holds_few_whole_subtrees_with_the_right_sums(micro_batches, data):
     start = data.draw(st.integers(0, micro_batches - 1))
     run = TreeSpan(start, data.draw(st.integers(start + 1, micro_batches)))
     found = subtrees(micro_batches, run)
@@ -150,7 +150,7 @@ def written(span):
 
 @settings(max_examples=60)
 @given(cases())
-def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(case):
+def test_flat_gradient_sums_with_zeros_are_bitwise(case):
     """As fsdp hands them over: there a parameter that a micro-batch leaves out counts as zeros."""
     gradients, kinds = case
     kinds = [(shape, torch.float32) for shape, _ in kinds]

@@ -57,7 +57,7 @@ def by_first_of_two(rank, call):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_what_one_rank_alone_uses_is_refused_in_the_first_step_on_every_rank(settings):
+def test_layer_used_by_one_rank_is_refused_in_step_1(settings):
     found = run(_refused, 2, by_rank_1_alone, settings)
     assert found[0] == found[1]
     line, calls, _ = found[0]
@@ -68,14 +68,14 @@ def test_what_one_rank_alone_uses_is_refused_in_the_first_step_on_every_rank(set
 
 
 @pytest.mark.parametrize(("kind", "begun"), [("full", 8), ("shard", 6), ("exact", 6)])
-def test_what_one_rank_alone_uses_in_a_later_step_is_refused_before_it_is_exchanged(kind, begun):
+def test_layer_used_later_by_one_rank_is_refused_before_exchange(kind, begun):
     for line, calls, _ in run(_refused, 2, by_rank_1_later, SETTINGS[kind]):
         assert "extra.weight" in line
         assert calls == begun
 
 
 @pytest.mark.parametrize("kind", ["shard", "exact"])
-def test_micro_batches_of_one_step_must_be_alike_where_each_is_exchanged(kind):
+def test_micro_batches_of_a_step_must_use_the_same_layers(kind):
     for line, calls, _ in run(_refused, 2, by_each_second, SETTINGS[kind]):
         assert "extra.weight" in line
         assert calls == 2
@@ -115,7 +115,7 @@ def _unchecked(world):
     return made.inner._check is None, str(caught.value)
 
 
-def test_who_says_that_all_is_used_is_not_asked_and_a_search_is_refused():
+def test_declared_full_use_is_not_checked_and_search_is_refused():
     for unchecked, line in run(_unchecked, 2):
         assert unchecked
         assert "--engine.find-unused-parameters true" in line

@@ -124,7 +124,7 @@ def test_the_weights_and_the_norm_are_those_of_plain_pytorch(options, tmp_path):
         check(found, oracle(seldom))
 
 
-def test_a_resume_on_other_ranks_and_engines_is_the_same_training(tmp_path):
+def test_resume_on_other_ranks_and_engines_is_the_same_run(tmp_path):
     run(trained, 3, tmp_path, "hop", {"engine": "fsdp", "stop_at": 1})
     run(trained, 2, tmp_path, "hop", {"engine": "zero", "stop_at": 2})
     run(trained, 2, tmp_path, "hop", {"engine": "fsdp", "stop_at": 3})

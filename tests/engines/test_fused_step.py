@@ -93,7 +93,7 @@ def test_torch_takes_an_unusual_step(name):
     assert all(map(torch.equal, before, contents(parameters, optimizer)))
 
 
-def test_torch_takes_a_step_that_all_optimizers_report_or_a_profiler_sees_or_another_optimizer_takes():
+def test_torchs_step_is_used_when_it_is_observed():
     parameters, optimizer = made()
     grow(parameters, 0)
     optimizer.step()
@@ -107,7 +107,7 @@ def test_torch_takes_a_step_that_all_optimizers_report_or_a_profiler_sees_or_ano
 
 
 @pytest.mark.parametrize("times", [0.5, 0.98, 0.99, 0.995, 1 - 2**-23, 1.0, 1 + 2**-23, 1.5])
-def test_a_gradient_below_the_limit_is_left_as_clipping_leaves_it(times):
+def test_gradient_below_the_limit_is_as_clipping_leaves_it(times):
     torch.manual_seed(0)
     model = nn.Linear(9, 4)
     update = OptimizerStep(model, SGD(model.parameters(), lr=1.0), EngineRequest(clip=0.7), UpdateSpec())

@@ -131,7 +131,7 @@ class Dividing(All):
         1.0 / sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
 
 
-def test_an_optimizer_that_cannot_take_gradients_of_zero_is_one_line():
+def test_optimizer_that_fails_on_zero_gradients_is_one_line():
     optimizer = Dividing(network().parameters())
     with pytest.raises(DataError, match="Dividing.*ZeroDivisionError.*test_memory_at_start.py"):
         first_step(optimizer, optimizer.state)

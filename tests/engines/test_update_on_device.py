@@ -236,7 +236,7 @@ def test_an_optimizer_that_cannot_leave_a_step_out_waits(decides, make):
     torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=0, atol=0)
 
 
-def test_a_group_that_is_added_later_and_is_not_fused_makes_the_host_decide(decides):
+def test_unfused_group_added_later_makes_the_host_decide(decides):
     one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, fused=True)
     model = torch.nn.Sequential(one, two)

@@ -34,7 +34,7 @@ SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(shares_of_count
 
 
 @given(SHARES, st.integers(0, 2**63), st.floats(0, 1))
-def test_each_rank_is_audited_by_one_other_and_none_computes_much_more(shares, seed, share):
+def test_each_rank_is_audited_by_one_other_with_little_work(shares, seed, share):
     runs = shares.runs
     for step in range(20):
         found = audited(seed, step, share, runs)

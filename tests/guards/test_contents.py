@@ -133,7 +133,7 @@ class Slow(Drawn):
         raise FileNotFoundError(index) if index else TimeoutError
 
 
-def test_an_error_is_what_a_sample_is_and_a_slow_set_is_read_once(monkeypatch):
+def test_error_counts_as_content_and_a_slow_set_is_read_once(monkeypatch):
     found = read(Slow(True))
     assert [each[0].split()[-1] for each in found.values()] == [*["TimeoutError"], *["FileNotFoundError"] * 4]
     monkeypatch.setattr(contents, "_ENOUGH", -1.0)
@@ -201,7 +201,7 @@ def all_unlike(world, folder):
     return found
 
 
-def test_ranks_with_other_samples_are_refused_before_step_1_and_the_sample_is_named(tmp_path):
+def test_ranks_with_other_samples_are_refused_before_step_1(tmp_path):
     for said in run(all_unlike, 2, tmp_path):
         for (name, _), line in zip(CASES.values(), said, strict=True):
             assert name in line

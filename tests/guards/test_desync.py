@@ -45,7 +45,7 @@ def test_a_fingerprint_is_the_same_in_chunks_of_any_size(dtype, chunk, monkeypat
         assert int(word_sum(tensor)) % (1 << 64) == plainly(tensor)
 
 
-def test_each_bit_counts_and_numbers_that_are_equal_but_not_the_same():
+def test_each_bit_counts_also_of_equal_numbers():
     zeros = torch.zeros(5)
     assert word_sum(zeros) != word_sum(-zeros)
     tensor = values(torch.float32, 5)
@@ -91,7 +91,7 @@ def told(kinds, *odd):
     return desync._describe(ranks, 7, kinds)
 
 
-def test_what_differs_is_said_in_kind_and_memory_is_blamed_where_nothing_else_explains_it():
+def test_difference_is_named_by_kind_and_memory_blamed_last():
     unfrozen = {"model/body.weight": "body.weight, trained since step 4"}
     codes = {"model/codes": "the buffer codes, which the forward writes"}
     queue = {"task/queue": "task/queue, which `loss` writes"}
@@ -111,7 +111,7 @@ def test_what_differs_is_said_in_kind_and_memory_is_blamed_where_nothing_else_ex
 
 
 @pytest.mark.parametrize("size", [8, 1024])
-def test_what_a_rank_sends_does_not_grow_with_the_ranks_and_who_differs_is_found(monkeypatch, size):
+def test_what_a_rank_sends_is_bounded_and_the_odd_one_is_found(monkeypatch, size):
     sent = {}
 
     def gather(world, value):

@@ -50,7 +50,7 @@ def test_a_spike_is_seen_and_noise_is_not():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_norms_that_rise_after_the_warm_up_are_no_spikes_and_one_among_them_is(seed):
+def test_rising_norms_are_no_spikes_and_one_among_them_is(seed):
     """As in `lockstep train --task images`: about 0.3 over the warm-up, then five times as much within 40 steps."""
     draw = random.Random(seed)
     levels = [0.3] * 30 + [0.3 * 5 ** (step / 40) for step in range(40)] + [1.5] * 130
@@ -82,7 +82,7 @@ def test_what_limits_a_step_is_known_two_steps_before_it():
     assert not at_once.sees(101, at_once.limit(101) * (1 - 1e-9))
 
 
-def test_norms_of_another_trained_set_are_learnt_anew_alike_at_once_and_late():
+def test_norms_of_another_trained_set_are_relearned():
     """The norms rise tenfold with what is unfrozen, by step 50, and stay there."""
     norms = [(1.0 if step < 50 else 10.0) + 0.01 * (step % 7) for step in range(100)]
     at_once, late, limits = Spike(), Spike(), []
@@ -257,7 +257,7 @@ def ordered(world, folder):
     return ""
 
 
-def test_ranks_whose_orders_begin_differently_are_refused_before_the_first_step(tmp_path):
+def test_ranks_with_other_orders_are_refused_before_step_1(tmp_path):
     assert all("data order (" in said for said in run(ordered, 2, tmp_path))
 
 
@@ -326,7 +326,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(fused, bad):
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_loss_that_is_not_finite_moves_nothing_though_its_gradient_is(weight, bad):
+def test_not_finite_loss_moves_nothing_with_a_finite_gradient(weight, bad):
     model = nn.Linear(3, 2)
     made = engine("single", model, lambda held: torch.optim.SGD(held.parameters(), lr=0.1), World())
     before = model.weight.detach().clone()

@@ -52,7 +52,7 @@ def test_the_limit_of_even_norms_is_three_times_the_median():
     assert Run(*[2.0] * 32).limit == 6.0
 
 
-def test_the_limit_of_uneven_norms_is_eight_deviations_above_the_median():
+def test_limit_of_uneven_norms_is_eight_deviations_over_median():
     """1 to 32: the median is 17, its median deviation 8, and 17 + 8 x 1.4826 x 8 is more than 51."""
     assert Run(*range(1, 33)).limit == pytest.approx(17 + 8 * 1.4826 * 8)
 
@@ -70,7 +70,7 @@ def test_an_estimate_holds_from_the_step_after_the_next():
     assert [run.spike.limit(step) for step in (31, 32, 33)] == [math.inf, math.inf, 6.0]
 
 
-def test_the_first_limit_comes_with_32_norms_and_the_next_16_later():
+def test_first_limit_comes_with_32_norms_and_the_next_16_later():
     run = Run(*[2.0] * 31)
     assert run.limit == math.inf
     run.sees(2.0)
@@ -83,7 +83,7 @@ def test_the_first_limit_comes_with_32_norms_and_the_next_16_later():
     assert run.limit == pytest.approx(3 * 2.2)  # at 64 norms, as many of both: the upper one
 
 
-def test_norms_that_have_risen_lately_raise_the_limit_step_by_step():
+def test_recently_risen_norms_raise_the_limit_step_by_step():
     run = Run(*[2.0] * 40)
     assert not run.sees(5.0, 3)
     assert run.limit == 6.0  # 5 of the last 8 are 2.0
@@ -234,9 +234,7 @@ def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, secon
 
 
 @pytest.mark.parametrize(("stands", "gone", "hangs"), [(4.9, True, False), (5.1, True, True), (5.1, False, False)])
-def test_a_rank_without_a_launcher_waits_as_long_as_its_steps_take_and_no_longer(
-    tmp_path, monkeypatch, stands, gone, hangs
-):
+def test_rank_without_a_launcher_waits_as_long_as_its_steps(tmp_path, monkeypatch, stands, gone, hangs):
     """The longest phase before took two seconds; how long the present one has lasted does not count."""
     progress = SimpleNamespace(phase=WAITING, since=100.0, step=3)
     watch, clock = HangWatchdog(World(timeout=600.0), SimpleNamespace(progress=progress), tmp_path), [102.0]
@@ -300,7 +298,7 @@ def test_the_end_of_the_terminal_is_a_wish_and_under_nohup_none(heeded, monkeypa
     assert (wishes, left) == (([SAVE_AND_END] * 2, [1]) if heeded else ([SAVE_AND_END], []))
 
 
-def test_what_went_to_a_terminal_that_is_gone_goes_nowhere_and_a_file_is_still_written(tmp_path):
+def test_output_of_a_lost_terminal_is_dropped_and_files_written(tmp_path):
     master, terminal = pty.openpty()
     file = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
@@ -340,7 +338,7 @@ class Nested(nn.Module):
     ],
     ids=["tuple", "list", "dict"],
 )
-def test_a_number_that_is_not_finite_is_found_in_whatever_a_module_returns(around):
+def test_not_finite_number_is_found_in_whatever_a_module_returns(around):
     model = nn.Sequential(Nested(around), Nested(lambda x: torch.ones(2)))
     for value, named in ((math.nan, True), (1.0, False)):
         micro = [MicroBatch(torch.full((2,), value), 0, 1, 1.0)]
@@ -350,7 +348,7 @@ def test_a_number_that_is_not_finite_is_found_in_whatever_a_module_returns(aroun
         assert found.startswith("micro-batch 0 (samples 5) on rank 0: ") == named
 
 
-def test_the_samples_of_a_bad_micro_batch_are_named_up_to_sixteen_and_the_first_micro_batch_that_is_bad():
+def test_samples_of_the_first_bad_micro_batch_are_named_up_to_16():
     model = Nested(lambda x: x)
     micro = [MicroBatch(torch.tensor(v), i, 1, w) for i, (v, w) in enumerate([(math.nan, 0.0), (1.0, 1.0), (2.0, 1.0)])]
     step = ReadStep(StepRecord(7, 4, [], None, 1.0), micro, math.nan, [math.inf, math.nan])

@@ -31,7 +31,7 @@ def made(fused=True):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_gradient_that_is_not_finite_moves_nothing_on_the_device(fused):
+def test_not_finite_gradient_moves_nothing_on_the_device(fused):
     it = made(fused)
     data = torch.ones(1, 3, device="cuda")
     it.backward(it.model(data).sum())

@@ -38,7 +38,7 @@ def stale(monkeypatch):
     return looks
 
 
-def test_the_file_stop_is_heeded_though_the_file_system_failed_before(stale, tmp_path):
+def test_file_stop_is_heeded_after_a_file_system_error(stale, tmp_path):
     exchange = StepExchange(World(), lambda step: 1, None)
     with HangWatchdog(World(), exchange, tmp_path):
         (tmp_path / "STOP").touch()
@@ -71,7 +71,7 @@ def test_the_body_of_the_loop_may_take_long_in_a_world_of_one(tmp_path):
     assert run(_slow_body, 1, str(tmp_path), 5.0) == [[0, 1, 2, 3]]
 
 
-def test_a_body_that_others_wait_for_is_told_and_ends_the_run_with_its_line(tmp_path):
+def test_body_that_others_wait_for_ends_the_run_with_its_line(tmp_path):
     with pytest.raises(RankError):
         run(_slow_body, 2, str(tmp_path), 50.0)
     log = (tmp_path / "default" / "logs" / "rank-00001.log").read_text()
@@ -116,7 +116,7 @@ def _where_a_rank_waits(world):
     return seen
 
 
-def test_a_rank_in_the_exchange_is_known_to_wait_and_not_to_be_late():
+def test_rank_in_the_exchange_waits_and_is_not_late():
     [(line, waits)] = run(_where_a_rank_waits, 2)[1]
     assert line.startswith("exchange.py:")
     assert waits

@@ -73,7 +73,7 @@ def asking(tmp_path, monkeypatch):
     return made
 
 
-def test_a_rank_tells_where_it_stands_and_hears_a_call_once_for_all(asking):
+def test_rank_reports_its_place_and_hears_a_call_once(asking):
     store = Store()
     inquiry = asking(store)
     inquiry.tell(inquiry.heartbeats)
@@ -124,7 +124,7 @@ def test_who_is_missing_is_told(asking, told, said):
     assert inquiry.verdict("another reason") == found  # once a process
 
 
-def test_one_rank_asks_and_the_others_read_its_verdict_or_ask_if_it_is_lost(asking):
+def test_one_rank_asks_and_the_others_read_its_verdict(asking):
     assert asking(Store(call="1", verdict="rank 2 did not arrive")).verdict("late") == "rank 2 did not arrive"
     left = asking(Store(call="1", answers=answer(0, 4, True), at_2="2 step 3 (x)")).verdict("late")
     assert left.startswith("rank 2 did not arrive: it was in step 3 (x)")
@@ -132,7 +132,7 @@ def test_one_rank_asks_and_the_others_read_its_verdict_or_ask_if_it_is_lost(aski
 
 @pytest.mark.parametrize("size", [8, 1024])
 @pytest.mark.parametrize("lost", [[1], [0, 700]])
-def test_a_verdict_of_a_thousand_ranks_accuses_the_lost_ones_alone_in_few_requests(tmp_path, monkeypatch, size, lost):
+def test_verdict_of_a_thousand_ranks_accuses_only_the_lost(tmp_path, monkeypatch, size, lost):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.setattr(module, "dump", lambda *_: None)  # the same stacks a thousand times
     monkeypatch.setattr(module, "_ANSWER_TIME", 0.05)
@@ -157,7 +157,7 @@ def test_a_verdict_of_a_thousand_ranks_accuses_the_lost_ones_alone_in_few_reques
     assert store.numbers < 40 * size  # answers are read by one rank
 
 
-def test_looking_at_all_places_takes_two_requests_and_a_bounded_share_of_the_store():
+def test_reading_all_places_takes_two_requests_of_bounded_size():
     store = Store(**{f"at_{rank}": f"{rank} step {rank + 1} (a)" for rank in range(1024)})
     places = Heartbeats(store, "k", 1024)
     assert places.passed(1021) == [1022, 1023]
@@ -167,14 +167,14 @@ def test_looking_at_all_places_takes_two_requests_and_a_bounded_share_of_the_sto
     assert places.passed(3) == []
 
 
-def test_where_a_silent_rank_stood_is_read_from_the_launchers_folder_first(asking, tmp_path, monkeypatch):
+def test_silent_ranks_place_is_read_from_the_launchers_folder(asking, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     Progress.of(2).at(7, SAVING)
     found = asking(Store(answers=answer(0, 4, True), at_2="2 step 3 (x)")).verdict("late")
     assert found == f"rank 2 did not arrive: it was in {RankProgress.read(tmp_path / '2')}"
 
 
-def test_a_meeting_point_that_is_silent_accuses_its_node_and_no_rank(asking, monkeypatch):
+def test_silent_meeting_point_accuses_its_node_and_no_rank(asking, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node7")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(module, "_STORE", module.timedelta(seconds=0.05))
@@ -186,7 +186,7 @@ def test_a_meeting_point_that_is_silent_accuses_its_node_and_no_rank(asking, mon
     assert alone.verdict("late").startswith("rank 1 made no progress: it is in step 5 (loading or computing), at ")
 
 
-def test_who_waits_for_others_to_go_on_sees_those_beyond_and_ends_after_patience():
+def test_waiting_rank_sees_those_beyond_and_ends_by_patience():
     told = Heartbeats(Store(at_0="7 step 8 (a)", at_1="8 step 9 (b)"), "k", 2)
     assert waited_for(told, 7) == [1]
     assert waited_for(told, 8, patience=0.01) == []
@@ -215,7 +215,7 @@ class Watch:
         return self.watch._reason()
 
 
-def test_an_exchange_that_failed_is_given_a_second_and_one_that_came_back_is_forgotten(tmp_path, monkeypatch):
+def test_failed_exchange_gets_a_second_to_come_back(tmp_path, monkeypatch):
     watch = Watch(tmp_path, monkeypatch, COMPUTING)
     watch.failed = True
     assert [watch.at(0.0), watch.at(0.9)] == ["", ""]
@@ -238,7 +238,7 @@ def test_a_loss_that_one_rank_reads_alone_is_told_after_a_second(tmp_path, monke
     assert (alone.at(7.9), alone.at(8.1)) == ("", "no progress for 8 s")
 
 
-def test_a_long_body_is_warned_of_once_at_half_the_timeout_and_where_others_wait(tmp_path, monkeypatch, caplog):
+def test_long_body_is_warned_of_once_at_half_the_timeout(tmp_path, monkeypatch, caplog):
     watch = Watch(tmp_path, monkeypatch, IN_BODY)
     assert watch.at(3.9) == ""
     assert not caplog.records
@@ -250,7 +250,7 @@ def test_a_long_body_is_warned_of_once_at_half_the_timeout_and_where_others_wait
     assert len(caplog.records) == 1
 
 
-def test_errors_that_only_say_that_a_rank_is_gone_leave_as_one_that_names_it(tmp_path):
+def test_errors_that_only_say_a_rank_is_gone_name_it(tmp_path):
     def left(error, size=2):
         """What leaves the watch, and whether it watched and no thread of its would have kept the process."""
         watch = HangWatchdog(World(size=size), StepExchange(World(), lambda step: 1, None), tmp_path)
@@ -278,7 +278,7 @@ def test_errors_that_only_say_that_a_rank_is_gone_leave_as_one_that_names_it(tmp
     assert found.__cause__ is lost
 
 
-def test_a_dump_has_every_threads_stack_the_last_collectives_and_what_was_there_before(tmp_path, monkeypatch):
+def test_dump_has_all_stacks_collectives_and_earlier_text(tmp_path, monkeypatch):
     entries = [f'{{"process_group": "g", "collective_seq_id": {i}, "state": "started"}}' for i in range(30)]
     recorder = torch._C._distributed_c10d
     name = "_dump_fr_trace_json"

@@ -150,7 +150,7 @@ def check(task):
 
 
 @pytest.mark.parametrize("kind", [Centres, Plain])
-def test_a_compiled_model_is_searched_as_well_and_not_compiled_twice(kind):
+def test_compiled_model_is_searched_and_not_compiled_twice(kind):
     task, compilations = kind(), []
 
     def backend(graph, inputs):

@@ -46,7 +46,7 @@ def evaluations(folder):
 
 
 @pytest.mark.parametrize(("number", "lag"), [(signal.SIGUSR1, 0), (signal.SIGUSR2, 0), (signal.SIGTERM, 1)])
-def test_a_signal_ends_the_run_after_the_present_step_and_before_its_evaluation(tmp_path, monkeypatch, number, lag):
+def test_signal_ends_the_run_after_the_step_before_evaluation(tmp_path, monkeypatch, number, lag):
     monkeypatch.setattr(DeferredReader, "lag", lag)
     task = Signalled(dtype=torch.float32)
     assert trained(tmp_path / "whole", task) == ([0, 1, 2, 3], 0)

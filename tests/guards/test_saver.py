@@ -161,7 +161,7 @@ def hangs(world, folder, victim):
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)])
-def test_a_save_that_takes_long_is_reported_once_with_rank_host_and_folder(tmp_path, ranks, victim):
+def test_slow_save_is_reported_once_with_rank_host_and_folder(tmp_path, ranks, victim):
     lines, *others = run(hangs, ranks, tmp_path, victim)
     assert others == [[]] * (ranks - 1)
     (line,) = lines
@@ -190,7 +190,7 @@ def test_the_thread_takes_its_device_before_it_waits_for_it(monkeypatch):
     assert order == [world.device, "waited", "written"]
 
 
-def test_the_threads_group_waits_as_long_as_the_world_and_is_given_back_unless_a_save_still_uses_it(monkeypatch):
+def test_threads_group_waits_like_the_world_and_is_returned(monkeypatch):
     made, ended = [], []
     monkeypatch.setattr(
         "torch.distributed.new_group", lambda ranks, **asked: made.append(asked) or f"group {len(made)}"
@@ -379,7 +379,7 @@ def test_copies_come_from_snapshots_where_there_is_room(monkeypatch, free, expec
     }
 
 
-def test_a_device_that_has_no_room_after_all_is_copied_from_as_without(monkeypatch):
+def test_device_without_room_is_copied_from_directly(monkeypatch):
     cuda = Cuda(monkeypatch, free=2**30, parts=0)
     states = STATES | {"model/b": on_device(torch.full((5,), 2.0))}
     share, _ = checkpoint.Saver(World())._copy(share_out(states, World()), RESTING)
@@ -387,7 +387,7 @@ def test_a_device_that_has_no_room_after_all_is_copied_from_as_without(monkeypat
     assert {piece.name: piece.local.tolist() for piece in share.pieces}["model/b"] == [2.0] * 5
 
 
-def test_the_next_save_has_the_room_that_the_snapshots_of_the_one_before_took(monkeypatch):
+def test_next_save_has_the_room_of_the_last_snapshots(monkeypatch):
     cuda = Cuda(monkeypatch, free=24)
     saver = checkpoint.Saver(World())
     for peak in (24, 0, 24):  # a step reached its peak with the snapshots there, or without
@@ -430,7 +430,7 @@ def test_the_next_save_comes_after_the_copies_of_the_one_before(monkeypatch):
     assert len(cuda.locked) == 1
 
 
-def test_a_run_orders_updates_bodies_and_evaluations_after_the_copies(monkeypatch, tmp_path):
+def test_run_orders_updates_bodies_and_evaluations_after_copies(monkeypatch, tmp_path):
     seen, begin = [], checkpoint.Saver.begin
     update, evaluate = OptimizerStep.__call__, recorder.evaluate_all
 
@@ -486,7 +486,7 @@ def test_no_more_is_locked_than_is_copied_and_it_is_given_back(monkeypatch):
     assert not cuda.locked
 
 
-def test_memory_is_made_ahead_and_by_a_thread_that_has_taken_its_device(monkeypatch):
+def test_memory_is_made_ahead_by_a_thread_with_its_device(monkeypatch):
     cuda, order, device = Cuda(monkeypatch), [], torch.device("cuda", 1)
     lock = cuda.cudaHostRegister
     monkeypatch.setattr(
@@ -502,7 +502,7 @@ def test_memory_is_made_ahead_and_by_a_thread_that_has_taken_its_device(monkeypa
     assert share.pieces[0].local.tolist() == [1.0] * 3
 
 
-def test_a_tensor_of_the_host_that_changes_its_shape_has_no_memory_locked_anew(monkeypatch):
+def test_host_tensor_that_changes_shape_is_not_locked_again(monkeypatch):
     cuda, locks = Cuda(monkeypatch), []
     lock = cuda.cudaHostRegister
     monkeypatch.setattr(cuda, "cudaHostRegister", lambda *given: locks.append(given) or lock(*given), raising=False)
@@ -569,7 +569,7 @@ def test_no_forked_process_inherits_the_memory(monkeypatch):
     assert "sh" not in flags
 
 
-def test_memory_that_the_driver_does_not_lock_is_used_all_the_same(monkeypatch, caplog):
+def test_memory_that_the_driver_does_not_lock_is_still_used(monkeypatch, caplog):
     Cuda(monkeypatch, code=2)
     share, _ = checkpoint.Saver(World())._copy(share_out(STATES, World()))
     assert "did not page-lock 24 bytes" in caplog.text
@@ -604,7 +604,7 @@ def test_a_failure_that_was_told_is_not_counted_again():
         saver.settle()
 
 
-def test_the_copy_in_host_memory_is_made_once_for_each_shape_and_dtype():
+def test_host_copy_is_made_once_for_each_shape_and_dtype():
     saver, tensor, places = checkpoint.Saver(World()), torch.ones(4), []
     for each in (tensor, tensor + 1, tensor.double(), tensor.double()[:2]):
         saver.begin({"model/a": each}, lambda share, world: places.append(share.pieces[0].local))
@@ -614,7 +614,7 @@ def test_the_copy_in_host_memory_is_made_once_for_each_shape_and_dtype():
     assert [held.tolist() for held in places] == [[2.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 2]
 
 
-def test_a_copy_of_many_tensors_is_written_as_one_and_the_file_is_the_same(tmp_path):
+def test_copy_of_many_tensors_is_one_and_the_file_is_the_same(tmp_path):
     """Each piece that is written by itself takes the interpreter's lock from the loop."""
     tensors = {f"model/{place}": torch.arange(float(place)) for place in range(40)}  # also an empty one
     tensors |= {f"model/half/{place}": torch.ones(place, 3, dtype=torch.bfloat16) for place in range(5)}
@@ -662,7 +662,7 @@ class Telling(World):
         return [value, [0, [None, None]]]
 
 
-def test_a_rank_that_was_interrupted_does_not_say_that_it_has_ended():
+def test_interrupted_rank_does_not_report_its_end():
     """The others would take it for done, and go on to a collective in which it is not."""
 
     def interrupted():

@@ -81,7 +81,7 @@ def watched(tmp_path, monkeypatch):
         process.wait()
 
 
-def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, capfd):
+def test_first_failure_is_reported_and_unaware_ranks_are_ended(watched, capfd):
     mine, processes, group = watched(SLEEPS, BAD, ended=[1])
     mine._explain(processes, group)
     assert processes[0].returncode == -signal.SIGKILL
@@ -97,7 +97,7 @@ def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, 
     assert capfd.readouterr().err == ""  # no restart follows
 
 
-def test_a_process_that_ends_between_two_looks_has_its_cause_told(watched, monkeypatch):
+def test_process_ending_between_two_polls_has_its_cause_reported(watched, monkeypatch):
     """torch's watch may see an end that this one did not see a moment before."""
     mine, processes, group = watched(SLEEPS, SLEEPS, notes={1: "the cause"}, left=0)
     mine._oom_check_time, mine._can_fork = time.monotonic(), False
@@ -153,7 +153,7 @@ def test_an_error_that_comes_back_is_not_restarted_again(watched, monkeypatch, c
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_process_that_exits_with_0_is_lost_where_its_run_is_under_way(watched, tmp_path, early):
+def test_process_exiting_with_0_is_lost_during_its_run(watched, tmp_path, early):
     if early:
         (tmp_path / "5.under-way").touch()
     mine, processes, group = watched(BAD, GOOD, notes={0: "lost rank 5"}, ended=[0, 1])
@@ -165,7 +165,7 @@ def test_a_process_that_exits_with_0_is_lost_where_its_run_is_under_way(watched,
     assert ("with code 0 before the run's end" in str(mine.error())) == early
 
 
-def test_what_all_ranks_found_together_is_told_as_such_and_what_one_found_is_not(watched):
+def test_failure_of_all_ranks_is_told_from_that_of_one(watched):
     same = {0: "step 3: nan", 1: "step 3: nan"}
     for notes, line in (
         (same, "step 3: nan"),
@@ -180,7 +180,7 @@ def test_what_all_ranks_found_together_is_told_as_such_and_what_one_found_is_not
     assert str(mine.error()) == "rank 5 failed first before step 1: step 3: nan"
 
 
-def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missing(watched, tmp_path, monkeypatch):
+def test_rank_unaware_of_an_end_before_step_1_is_missing(watched, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     lost = "lost the other ranks: timeout"
     said = "; after --timeout seconds the others gave up; raise --timeout where it is only slow"
@@ -261,7 +261,7 @@ def test_a_failure_on_another_node_is_told_as_one(watched):
     assert error.exit_code == 1
 
 
-def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monkeypatch):
+def test_signals_reach_running_processes_and_end_restarts(watched, monkeypatch):
     left = []
     monkeypatch.setattr(agent, "leave_terminal", lambda: left.append(1))
 
@@ -287,7 +287,7 @@ def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monk
     assert runs.sent[-2:] == [signal.SIGINT, signal.SIGKILL]  # a second Ctrl-C ends them at once
 
 
-def test_after_a_signal_who_is_stopped_or_in_no_run_is_killed_and_who_may_save_is_not(watched, monkeypatch, capfd):
+def test_stopped_rank_is_killed_after_a_signal_and_others_save(watched, monkeypatch, capfd):
     mine, processes, group = watched(STOPS, SLEEPS, SLEEPS)
     mine._job = job(nodes=(2, 2))
     monkeypatch.setenv(FOLDER_VARIABLE, str(mine._folder))
@@ -308,7 +308,7 @@ def test_after_a_signal_who_is_stopped_or_in_no_run_is_killed_and_who_may_save_i
         assert names(line, *words, socket.gethostname(), "30 s after SIGTERM")
 
 
-def test_orphans_are_collected_and_the_loss_of_the_idle_process_is_told_once(watched, capfd):
+def test_orphans_are_reaped_and_idle_process_loss_is_told_once(watched, capfd):
     mine, processes, _ = watched(BAD, "exit 7")
     with orphans.adopt_orphans() as adopted:
         assert adopted
@@ -415,7 +415,7 @@ def launcher(port, *, is_host, said, **changes):
     return rendezvous.open_rendezvous(asked, said.append)
 
 
-def test_two_launchers_meet_whoever_comes_first_and_missing_ones_are_reported(monkeypatch):
+def test_two_launchers_meet_in_any_order_and_report_missing_ones(monkeypatch):
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.2)
     port, said, found = free_port(), [[], []], []
 
@@ -437,7 +437,7 @@ def test_two_launchers_meet_whoever_comes_first_and_missing_ones_are_reported(mo
         handler.shutdown()
 
 
-def test_a_node_that_does_not_come_is_missed_by_count_and_by_who_has_come(monkeypatch):
+def test_absent_node_is_reported_by_count_and_by_those_present(monkeypatch):
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.3)
     said = []
     handler = launcher(0, is_host=True, said=said, options={"join_timeout": "1"})
@@ -447,7 +447,7 @@ def test_a_node_that_does_not_come_is_missed_by_count_and_by_who_has_come(monkey
     assert names(said[0], "1 of 2 nodes", socket.gethostname(), "--master-addr")
 
 
-def test_a_launcher_with_other_settings_than_node_0s_is_refused_at_once():
+def test_launcher_with_other_settings_than_node_0_is_refused():
     port = free_port()
     first = launcher(port, is_host=True, said=[])
     with refuses(ConfigError, "--nnodes", 3, 2):
@@ -514,7 +514,7 @@ def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatc
     assert memory.count_oom_kills(tmp_path, tmp_path / "none") == 3
 
 
-def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(tmp_path, monkeypatch):
+def test_survivors_are_chosen_at_the_launchers_meeting_point(tmp_path, monkeypatch):
     monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
     assert nodes.open_decisions(job(losses=0), str, tmp_path) is None
     assert MEETING_VARIABLE not in os.environ  # of another launcher around this one

@@ -63,7 +63,7 @@ def asked(monkeypatch, *flags, rest=("train",)):
     return jobs[0]
 
 
-def test_a_single_node_meets_on_loopback_at_any_port_under_a_name_of_its_own(monkeypatch):
+def test_single_node_meets_on_loopback_at_a_free_port(monkeypatch):
     one, other = asked(monkeypatch), asked(monkeypatch)
     assert (one.endpoint, one.processes, one.nodes, one.restarts) == ("127.0.0.1:0", 1, (1, 1), 0)
     assert (one.backend, one.options, one.is_host) == ("c10d", {}, True)
@@ -224,7 +224,7 @@ def test_torchruns_report_calls_the_first_failure_the_cause(tmp_path, monkeypatc
     assert int(told["cause"]) < int(told["follows"])
 
 
-def test_lockstep_launch_says_bad_input_itself_once_for_all_processes(tmp_path, monkeypatch, capsys):
+def test_launch_reports_bad_input_once_for_all_processes(tmp_path, monkeypatch, capsys):
     def main():
         with pytest.raises(SystemExit, match="2"):
             cli.main(["train", "--batch-size", "none"])
@@ -283,7 +283,7 @@ def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
     assert ProcessFailure.read(0, -9, path, None, 5.0) == ProcessFailure(0, -9, when=5.0)
 
 
-def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
+def test_rank_ended_by_a_signal_comes_before_those_that_lost_it(tmp_path):
     lost = ProcessFailure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
     ended = ProcessFailure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
     assert first_failure([lost, ended]) == ended
@@ -347,7 +347,7 @@ def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
     assert launched(script(wait, "time.sleep(60)"), tmp_path / "starts", signal.SIGTERM)[1] <= 2
 
 
-def test_a_process_of_a_run_that_is_stopped_is_killed_after_a_signal(tmp_path):
+def test_stopped_process_of_a_run_is_killed_after_a_signal(tmp_path):
     text = "import os, signal; from lockstep.distributed.progress import COMPUTING, Progress; "
     text += "Progress.of(0).at(3, COMPUTING); signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
     text += "open(os.environ['STARTS'], 'a').write('x'); os.kill(os.getpid(), signal.SIGSTOP)"
@@ -366,7 +366,7 @@ def test_restarts_add_up_over_all_starts(monkeypatch):
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["at once", "after a stop"])
-def test_a_process_ends_when_its_launcher_is_killed_and_not_when_that_is_stopped(tmp_path, stopped):
+def test_process_ends_with_a_killed_launcher_not_a_stopped_one(tmp_path, stopped):
     """Whoever its parent is, and whatever it forked itself."""
     child = "from lockstep.distributed.launcher import end_with_launcher; import os, time; end_with_launcher()"
     child += "; pid = os.fork(); pid and print('tied', flush=True); time.sleep(30 * bool(pid))"
@@ -386,7 +386,7 @@ def test_a_process_ends_when_its_launcher_is_killed_and_not_when_that_is_stopped
     assert time.monotonic() - began < 20
 
 
-def test_the_folder_of_a_killed_launcher_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
+def test_folder_of_a_killed_launcher_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(leash.tempfile, "tempdir", str(tmp_path))
     living = leash.private_folder()
     dead = tmp_path / "lockstep-launch-dead"
@@ -543,7 +543,7 @@ def test_a_name_that_other_nodes_cannot_follow_is_refused(debian, monkeypatch, c
         World.join(device="cpu", timeout=1.0)
 
 
-def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lock_nor_its_pipes(tmp_path):
+def test_loaders_end_with_a_killed_rank_and_free_lock_and_pipes(tmp_path):
     with subprocess.Popen([sys.executable, "-c", _LOADS, str(tmp_path)], stdout=subprocess.PIPE) as rank:
         seen = {rank.stdout.readline() for _ in range(3)}
         assert seen == {b"first batch\n", b"loads 1\n", b"loads 2\n"}  # both sit in a sample for a minute
@@ -557,7 +557,7 @@ def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lo
     folder.release()
 
 
-def test_a_loader_process_behind_a_forkserver_ends_with_its_rank_and_so_does_the_server(tmp_path):
+def test_forkserver_loader_and_its_server_end_with_the_rank(tmp_path):
     script = tmp_path / "served.py"
     script.write_text(_SERVED)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as rank:
@@ -617,7 +617,7 @@ def test_a_second_train_is_refused_before_torch_is_loaded(tmp_path):
     folder.check_free()
 
 
-def test_a_second_run_of_a_script_is_refused_before_its_model_is_made(tmp_path):
+def test_second_run_of_a_script_is_refused_before_its_model(tmp_path):
     class Unbuilt(lockstep.Task):
         dataset = loss = None
 
@@ -631,7 +631,7 @@ def test_a_second_run_of_a_script_is_refused_before_its_model_is_made(tmp_path):
     folder.release()
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):
+def test_unwritable_file_leaves_nothing_and_is_named(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 

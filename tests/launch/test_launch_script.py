@@ -63,7 +63,7 @@ def test_a_script_on_two_ranks_hears_of_a_signal(script):
     assert checkpoint.read_state(checkpoint.path_of(script.parent / "b", step))["world_size"] == 2
 
 
-def test_ctrl_c_ends_a_script_on_two_ranks_with_one_line_that_tells_what_was_saved(script):
+def test_ctrl_c_ends_a_script_on_two_ranks_with_one_line(script):
     mark, flags = script.parent / "mark", ["--save-dir", str(script.parent), "--experiment-name", "c"]
     command = [warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", str(script), *flags]
     process = subprocess.Popen(command, env=environment(SLOW=str(mark)), stdout=-1, stderr=-1, text=True)
@@ -120,7 +120,7 @@ if rank == "1" and not os.path.exists(mark):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
-def test_each_rank_has_its_cores_in_a_slurm_step_and_its_stderr_in_a_file_that_a_restart_keeps(tmp_path):
+def test_ranks_in_a_slurm_step_have_cores_and_a_kept_stderr_file(tmp_path):
     script, errors = tmp_path / "raw.py", tmp_path / "deep" / "errors"
     cpus = sorted(os.sched_getaffinity(0))
     script.write_text(RAW.replace("CPUS", str(len(cpus))))

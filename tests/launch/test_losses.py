@@ -84,7 +84,7 @@ class Run:
         return self.report(name, taken=-2, plan=plan, where="new")
 
 
-def test_the_others_go_on_once_all_of_them_have_left_their_groups():
+def test_others_continue_once_all_have_left_their_groups():
     run = Run(3)
     assert run.lose("1") == ""
     assert run.report("0") == ""
@@ -98,7 +98,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
 
 
-def test_a_new_process_is_taken_in_between_two_steps_and_comes_last():
+def test_new_process_joins_between_two_steps_and_comes_last():
     run = Run(3)
     run.lose("0")
     run.report("1")
@@ -115,7 +115,7 @@ def test_a_new_process_is_taken_in_between_two_steps_and_comes_last():
     assert f"{KEYS}/wish/2" not in run.store.values
 
 
-def test_a_new_process_of_another_plan_is_not_taken_in_and_the_others_go_on():
+def test_new_process_of_another_plan_is_refused():
     run = Run(2)
     run.lose("1")
     run.report("0")
@@ -126,7 +126,7 @@ def test_a_new_process_of_another_plan_is_not_taken_in_and_the_others_go_on():
     assert run.losses.refused == ["1.1"]
 
 
-def test_a_new_process_that_ends_before_it_takes_part_is_replaced_though_nobody_waits():
+def test_new_process_that_ends_before_joining_is_replaced():
     run = Run(2)
     run.lose("1")
     run.report("0")
@@ -157,7 +157,7 @@ def test_two_lost_at_once_and_one_more_while_they_are_replaced():
     assert sorted(run.losses.replace) == ["0", "1.1"]
 
 
-def test_a_member_that_leaves_while_the_others_form_their_groups_is_lost_in_the_next_generation():
+def test_member_leaving_in_a_regrouping_is_lost_in_the_next():
     run = Run(3)
     run.lose("1")
     run.report("0")
@@ -182,7 +182,7 @@ def test_who_says_nothing_is_ended_before_the_others_go_on(waited, patience):
     assert run.called(1).members == ["0", "1"]
 
 
-def test_with_fewer_than_the_least_or_more_losses_than_allowed_the_run_ends_and_says_so():
+def test_too_few_ranks_or_too_many_losses_end_the_run():
     run = Run(3, least=2)
     assert run.lose("1") == ""
     run.report("0")
@@ -221,7 +221,7 @@ def test_losses_of_more_than_an_hour_ago_are_forgotten():
     ("origin", "step", "ends"),
     [("KeyError a.py:7", 4, True), ("KeyError a.py:7", 5, False), ("KeyError b.py:7", 4, False), ("", 4, False)],
 )
-def test_an_error_ends_the_run_where_the_same_line_raises_it_in_the_same_step_again(origin, step, ends):
+def test_same_error_at_the_same_step_and_line_ends_the_run(origin, step, ends):
     run = Run(3)
     first = {"origin": "KeyError a.py:7", "place": RankProgress(4, "saving", 1.0)}
     assert run.lose("1", 1, "KeyError: 1", **first) == ""
@@ -240,7 +240,7 @@ def test_two_that_said_nothing_are_two_accidents():
     assert [str(cause.rank) for cause in run.losses.causes] == ["1", "2"]
 
 
-def test_before_a_process_is_ready_and_where_the_states_are_split_a_loss_ends_all():
+def test_loss_before_ready_or_with_split_states_ends_all():
     run = Run(2)
     del run.store.values[f"{KEYS}/ready/1"]
     assert run.lose("1") == "-"
@@ -257,7 +257,7 @@ def in_pairs(count=6, **settings):
     return run
 
 
-def test_a_replica_with_a_loss_leaves_whole_and_counts_as_one_loss():
+def test_replica_with_a_loss_leaves_whole_and_counts_once():
     run = in_pairs(most=1)
     assert run.lose("3") == ""
     assert run.losses.silent == ["2"]
@@ -274,7 +274,7 @@ def test_a_replica_with_a_loss_leaves_whole_and_counts_as_one_loss():
     assert run.losses.rank_of("4") == 2
 
 
-def test_new_processes_of_a_replica_join_together_in_the_order_of_its_parts():
+def test_new_replica_joins_together_in_the_order_of_its_parts():
     run = in_pairs()
     run.lose("1")
     run.lose("0")
@@ -295,7 +295,7 @@ def test_new_processes_of_a_replica_join_together_in_the_order_of_its_parts():
     assert run.losses.silent == ["0.1"]
 
 
-def test_a_run_ends_without_a_whole_replica_or_with_fewer_ranks_than_the_least():
+def test_run_ends_without_a_whole_replica_or_enough_ranks():
     run = in_pairs(4)
     run.lose("1")
     assert run.lose("2") == "no other replica of the states is whole"
@@ -303,7 +303,7 @@ def test_a_run_ends_without_a_whole_replica_or_with_fewer_ranks_than_the_least()
     assert run.lose("1") == "4 of 6 processes are left, but --min-ranks is 5"
 
 
-def test_processes_that_lose_each_other_again_and_again_though_all_live_end():
+def test_live_processes_that_lose_each_other_repeatedly_end():
     run = Run(2, most=1)
     for number in range(1, 4):
         run.report("0")
@@ -313,7 +313,7 @@ def test_processes_that_lose_each_other_again_and_again_though_all_live_end():
     assert run.report("1") == "the processes keep losing contact though all are alive, and --max-losses is 1"
 
 
-def test_after_a_restart_of_all_nothing_of_before_counts_but_the_losses():
+def test_restart_of_all_resets_everything_but_the_losses():
     run = Run(2)
     run.lose("1")
     run.losses.begin("1", ["0", "1"])
@@ -359,7 +359,7 @@ def test_a_world_of_64_goes_on_with_a_few_messages_a_member():
         assert whole <= 6 * size + 10  # and read once; the launcher asks for each once or twice
 
 
-def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher_says_so():
+def test_process_not_among_the_survivors_ends():
     store = Store()
     member = Member("2", 0, KEYS, ("", 0), store)
     report = LeaveReport(3, -1, "a", False, 60.0)
@@ -373,7 +373,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
         Member("0", 1, KEYS, ("", 0), store).regroup(report, 0.01)
 
 
-def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(monkeypatch):
+def test_messages_name_a_renumbered_rank_by_both_numbers(monkeypatch):
     store = Store()
     store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).to_json())
     Member("1", 0, KEYS, ("", 0), store).regroup(LeaveReport(3, -1, "a", False, 60.0), 1.0)
@@ -392,7 +392,7 @@ def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(
     assert str(ProcessFailure(1, -9, at_start=1, host="a")).startswith("rank 1 on a was the first to end")
 
 
-def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():
+def test_process_learns_its_membership_from_its_launcher():
     assert Member.of_this_process({}) is None
     assert Member.of_this_process({"RANK": "2"}) is None
     meeting = {"LOCKSTEP_MEETING": "127.0.0.1:99", "RANK": "2", "LOCKSTEP_ROUND": "3"}
@@ -420,14 +420,14 @@ def starting(count=3, **settings):
         (-15, {}, "-"),
     ],
 )
-def test_before_the_steps_all_start_again_except_after_an_error_of_the_programs_own(code, more, reason):
+def test_all_restart_before_the_steps_unless_the_program_failed(code, more, reason):
     run = starting()
     assert run.lose("1", code, at_start=1, **more) == reason
     assert run.losses.fatal.at_start == 1
     assert run.losses.causes == []
 
 
-def test_the_same_end_before_the_steps_of_the_next_start_ends_the_run():
+def test_same_end_before_the_steps_twice_ends_the_run():
     run = starting()
     assert run.lose("1", at_start=1) == AGAIN
     for rank, reason in ((2, AGAIN), (1, "-")):
@@ -436,7 +436,7 @@ def test_the_same_end_before_the_steps_of_the_next_start_ends_the_run():
         assert run.lose(str(rank), at_start=rank) == reason
 
 
-def test_who_only_lost_the_others_before_the_steps_waits_for_the_cause():
+def test_rank_that_only_lost_others_waits_for_the_cause():
     run = starting()
     assert run.lose("0", 1, "lost the others", follows=True, when=2.0) == ""
     assert run.lose("1", 1, "ValueError", origin="ValueError task.py:7", when=1.0) == "-"

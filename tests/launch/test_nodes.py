@@ -145,7 +145,7 @@ def test_a_rank_lost_on_another_node_is_replaced_there(launchers):
     assert run.second.members == ["0", "1", "2", "3.1"]
 
 
-def test_a_launcher_that_ends_is_one_loss_of_all_its_ranks_and_nothing_is_replaced_there(launchers):
+def test_launcher_that_ends_is_one_loss_and_not_replaced(launchers):
     run = launchers(losses=1)
     store = run.meeting()
     run.poll(lambda: run.second.members)
@@ -157,7 +157,7 @@ def test_a_launcher_that_ends_is_one_loss_of_all_its_ranks_and_nothing_is_replac
     assert (run.first.members, run.first.replace, run.first.causes[0].rank) == (["0", "1"], [], 2)
 
 
-def test_a_node_that_comes_back_takes_its_place_again_between_two_steps(launchers):
+def test_node_that_returns_takes_its_place_between_two_steps(launchers):
     run = launchers()
     store = run.meeting()
     run.poll(lambda: run.second.members)
@@ -207,7 +207,7 @@ def test_a_launcher_that_is_one_too_many_is_told_why_and_ends(launchers, monkeyp
     assert (len(said), len(ends)) == (1, 1)
 
 
-def test_a_launcher_that_is_stopped_is_named_once_and_the_others_end_without_it(launchers, monkeypatch):
+def test_stopped_launcher_is_named_once_and_others_end(launchers, monkeypatch):
     monkeypatch.setattr(nodes, "_QUIET", 0.1)
     monkeypatch.setattr(nodes, "_LEAVE", 0.3)
     run = launchers(node_rank=4)
@@ -241,7 +241,7 @@ def test_a_stopped_launcher_does_not_spoil_the_end_of_a_run(launchers, monkeypat
     stopped.close()
 
 
-def test_a_node_that_is_silent_is_lost_when_the_others_wait_for_its_ranks(launchers, monkeypatch):
+def test_silent_node_is_lost_when_others_wait_for_its_ranks(launchers, monkeypatch):
     monkeypatch.setattr(nodes, "_DEAF", 0.05)
     run = launchers()
     store = run.meeting()
@@ -288,7 +288,7 @@ def test_without_node_0_a_node_ends_with_75_once_its_ranks_have(launchers):
     assert names(str(run.second.fatal), run.changes["endpoint"], "node 0's launcher", "is lost")
 
 
-def test_a_signal_reaches_all_nodes_and_so_does_the_code_of_the_end(launchers, monkeypatch):
+def test_signal_and_exit_code_reach_all_nodes(launchers, monkeypatch):
     run = launchers(count=3)
     run.poll(lambda: run.each[2].members)
     run.each[2].stop_signal = signal.SIGTERM

@@ -51,7 +51,7 @@ def test_it_has_the_environment_and_the_program_that_it_is_given(ready, tmp_path
     assert (tmp_path / "said").read_text() == "7 lockstep lockstep"
 
 
-def test_one_that_is_killed_has_its_signal_and_a_second_one_comes(ready, tmp_path):
+def test_killed_one_has_its_signal_and_a_second_one_comes(ready, tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(f"import time\nopen({str(tmp_path / 'there')!r}, 'w')\ntime.sleep(60)\n")
     process = started(ready, "train", "--task", f"{script}:T", "--save-dir", str(tmp_path))

@@ -61,7 +61,7 @@ def test_a_pickle_in_the_meeting_points_store_is_not_run(tmp_path, secret):
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_state_of_another_secret_or_run_is_refused_and_a_deleted_one_is_not_waited_for():
+def test_foreign_state_is_refused_and_a_deleted_one_not_awaited():
     state = {"round": 7, "complete": False, "deadline": None, "closed": False, "participants": [], "wait_list": []}
     state |= {"redundancy_list": [], "last_heartbeats": []}
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
@@ -146,7 +146,7 @@ def pair():
         link.close()
 
 
-def test_a_message_that_is_repeated_sent_back_or_of_another_connection_closes_the_link(pair):
+def test_replayed_reflected_or_foreign_message_closes_the_link(pair):
     def meet():
         server, client = pair()
         client.send({"stop": 15})
@@ -165,7 +165,7 @@ def test_a_message_that_is_repeated_sent_back_or_of_another_connection_closes_th
     assert (server.wait_for_message(5.0), server.is_open) == ([], False)
 
 
-def test_a_value_is_read_only_for_its_purpose_and_with_its_secret():
+def test_value_is_read_only_for_its_purpose_with_its_secret():
     data = OURS.sign("settings", {"b": 1, "a": [None]})
     assert OURS.read("settings", data) == {"a": [None], "b": 1}
     for secret, purpose, given in (
@@ -180,7 +180,7 @@ def test_a_value_is_read_only_for_its_purpose_and_with_its_secret():
     assert "ours" not in repr(OURS)
 
 
-def test_a_secret_comes_from_a_private_file_or_the_environment_and_goes_no_further(tmp_path):
+def test_secret_comes_from_a_private_file_or_the_environment(tmp_path):
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef\n")
     path.chmod(0o600)
@@ -219,7 +219,7 @@ print("LISTENS", sorted(listening[link] for link in links if link in listening),
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(("ranks", "addresses"), [(1, []), (2, ["0100007F"])])
-def test_the_launcher_of_one_node_listens_to_nobody_but_its_ranks(tmp_path, ranks, addresses):
+def test_launcher_of_one_node_listens_only_to_its_ranks(tmp_path, ranks, addresses):
     script = tmp_path / "listening.py"
     script.write_text(LISTENING)
     words = [sys.executable, "-m", "lockstep", "launch", f"--nproc-per-node={ranks}", "--", str(script)]
@@ -327,7 +327,7 @@ def test_another_user_of_the_machine_runs_no_code_in_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_machine_without_the_secret_neither_runs_code_nor_joins_nor_ends_the_run(tmp_path):
+def test_machine_without_the_secret_can_do_nothing(tmp_path):
     with cluster(3) as (*nodes, stranger):
         launchers = []
         words, around = command(tmp_path, "--nnodes=2", "--node-rank=1", "--master-addr=node0")

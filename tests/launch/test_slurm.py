@@ -147,7 +147,7 @@ def test_without_sbatch_nothing_is_written(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
-def test_what_sbatch_refuses_is_said_in_its_own_words_and_nothing_stays(tmp_path, monkeypatch):
+def test_refusal_of_sbatch_is_shown_verbatim_and_nothing_stays(tmp_path, monkeypatch):
     words = "echo 'sbatch: error: invalid partition specified: x' >&2; echo 'sbatch: error: no job' >&2; exit 1"
     fake_sbatch(tmp_path, monkeypatch, words)
     with refuses(ConfigError, "invalid partition specified: x; no job"):
@@ -183,7 +183,7 @@ def test_launchers_take_node_rank_and_address_from_srun(monkeypatch):
         command(["--nnodes", "2", "--", "train"])
 
 
-def test_cores_are_divided_only_where_slurm_gave_them_to_this_launcher_alone(monkeypatch):
+def test_cores_are_divided_only_if_slurm_gave_them_to_us(monkeypatch):
     step = {"SLURM_STEP_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "12"}
     for name, value in step.items():
         monkeypatch.setenv(name, value)

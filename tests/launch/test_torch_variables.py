@@ -56,7 +56,7 @@ def test_what_the_user_has_set_stays(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
-def test_an_allocator_that_is_configured_under_any_name_is_left_alone(name):
+def test_allocator_configured_under_any_name_is_left_alone(name):
     assert allocator_variables({name: "max_split_size_mb:512"}) == {}
 
 

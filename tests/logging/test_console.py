@@ -67,7 +67,7 @@ def test_each_record_is_one_plain_line():
     assert "\r" not in text
 
 
-def test_numbers_of_the_callers_own_are_shown_once_whatever_their_names():
+def test_callers_own_numbers_are_shown_once_whatever_their_names():
     own = {"global_step": 5, "grad_norm": 0.5, "lr": 0.25, "mine": 2.0}
     assert shown([own]).splitlines()[0] == "step 5/100  grad_norm 0.5  lr 0.25  mine 2"
 

@@ -183,7 +183,7 @@ def test_a_whole_file_is_left_as_it_is(tmp_path):
     assert steps(path) == [1, 2]
 
 
-def test_a_link_planted_at_the_temporary_name_is_not_written_through(tmp_path):
+def test_link_planted_at_the_temporary_name_is_not_followed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"global_step": 1}\n{"global_step": 2}\n')
     (tmp_path / "precious").write_text("mine")
@@ -341,7 +341,7 @@ def test_planted_secrets_reach_no_file_and_no_line(tmp_path, monkeypatch, capsys
             assert secret not in text
 
 
-def test_what_is_logged_while_a_record_is_on_its_way_stands_behind_it(tmp_path):
+def test_logs_during_a_pending_record_come_after_it(tmp_path):
     sinks = Sinks([JsonLines(tmp_path / "metrics.jsonl")])
     there = lambda: [record["n"] for record in read(tmp_path / "metrics.jsonl")]  # noqa: E731
     sinks.arrived({"n": 0})

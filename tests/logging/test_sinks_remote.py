@@ -179,7 +179,7 @@ def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(tmp_path, monkey
     assert len(re.findall(r"WandB failed\b.*ConnectionError: no route", said)) == 1
 
 
-def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, monkeypatch):
+def test_missing_package_ends_it_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.logging.trackers.find_spec", lambda name: None)
     for name in ("tensorboard", "wandb", "mlflow"):
         config = settings(tmp_path, **{name: True})

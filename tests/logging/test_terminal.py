@@ -54,7 +54,7 @@ def test_a_forked_process_finds_nothing_half_drawn():
     assert ends == [0] * 10
 
 
-def test_the_bars_clock_goes_on_while_nothing_comes_and_it_shows_the_best(monkeypatch):
+def test_bars_clock_runs_without_events_and_it_shows_the_best(monkeypatch):
     monkeypatch.setattr(console_module, "_TICK", 0.01)
     stream, drawn = io.StringIO(), []
     draw = console_module._Bar.draw

@@ -117,7 +117,7 @@ def test_a_sample_of_all_combinations(case, played):
     judge(case, played, "asked for" if ASKED else f"drawn with MATRIX_SEED={SEED}")
 
 
-def test_the_covering_sets_have_every_pair_and_triple_that_a_run_can_have():
+def test_covering_sets_have_every_possible_pair_and_triple():
     covered = PAIRS + TRIPLES
     assert all(valid(case) for case in covered)
     for size, runs in ((2, RUNS), (3, ALIVE)):
@@ -252,7 +252,7 @@ def test_a_mistake_in_what_is_the_tasks_own_is_noticed(precision, name, mistaken
         assert compared_evaluations(case, list(other.evaluations.items()), wanted.evaluations)
 
 
-def test_an_evaluation_that_is_missed_or_made_twice_or_counts_a_repeat_is_noticed():
+def test_missing_doubled_or_miscounted_evaluation_is_noticed():
     wanted = oracle("mlp", "none", False, "float32", "own").evaluations
     found = list(wanted.items())
     assert list(wanted) == [4, 8, STEPS]
@@ -310,7 +310,7 @@ def test_a_mistake_in_muon_is_noticed(mistaken, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["CLIP", "_JUDGED", "_MOMENTUM"])
-def test_a_mistake_in_own_steps_is_noticed_beyond_the_rounding_of_bf16(name, monkeypatch):
+def test_mistake_in_own_steps_exceeds_the_rounding_of_bf16(name, monkeypatch):
     """The judge's gradients keep few digits, those that it gives to others keep theirs."""
     case, asked = OWN._replace(model="batchnorm", task="manual", precision="bf16"), ("batchnorm", "nan", True, "bf16")
     wanted, rounding = manual_oracle(*asked, STEPS).state, manual_rounding(*asked, STEPS)
@@ -319,7 +319,7 @@ def test_a_mistake_in_own_steps_is_noticed_beyond_the_rounding_of_bf16(name, mon
     assert compared(case, other, wanted, rounding)
 
 
-def test_an_overflow_halves_the_scale_and_a_spike_that_is_left_out_does_not():
+def test_overflow_halves_the_scale_and_a_skipped_spike_does_not():
     scales = {
         (model, fault): float(oracle(model, fault, True, "fp16").state["scaler/scale"])
         for model in ("mlp", "tied")

@@ -155,7 +155,7 @@ def test_a_chunk_is_chosen_where_logits_are_large():
     assert chunk_of(7, 1, 1) == 7
 
 
-def test_packed_padded_and_single_documents_have_one_loss_in_the_built_in_model():
+def test_packed_padded_and_single_documents_have_one_loss():
     model, samples = gpt().eval(), documents([5, 9, 1, 7])
     one_by_one = sum(summed_cross_entropy(model(s["input_ids"][None]), s["labels"][None]) for s in samples)
     padded = pad_tokens(samples)
@@ -179,7 +179,7 @@ def test_packed_padded_and_single_documents_have_one_loss_in_the_built_in_model(
         ("GPTNeoX", {}),
     ],
 )
-def test_packed_padded_and_single_documents_have_one_loss_in_hub_models(kind, changed):
+def test_packed_padded_and_single_have_one_loss_in_hub_models(kind, changed):
     model, samples = with_loss(hub(kind, **changed)), documents([5, 9, 1, 7])
     one_by_one = sum(summed_cross_entropy(logits_of(model, s["input_ids"][None]), s["labels"][None]) for s in samples)
     padded, window = pad_tokens(samples), in_one_window(samples, 24)
@@ -206,7 +206,7 @@ def test_packed_padded_and_single_documents_have_one_loss_in_hub_models(kind, ch
         ("Gemma2", {"head_dim": 8, "sliding_window": 4}, "eager"),
     ],
 )
-def test_training_on_packed_documents_is_training_on_separate_ones(kind, changed, kernel):
+def test_packed_documents_train_like_separate_ones(kind, changed, kernel):
     """In float32, in train mode: logits, loss and gradients; two windows a batch, of which one holds one document."""
     model = hub(kind, **changed).float().train()
     model.set_attn_implementation(kernel)
@@ -252,7 +252,7 @@ def test_a_model_that_looks_across_documents_is_found():
     assert keeps_apart(Leaking(), alone["input_ids"], alone["positions"], alone["documents"])
 
 
-def test_architectures_with_a_state_or_without_positions_are_refused():
+def test_architectures_with_state_or_no_positions_are_refused():
     import transformers
 
     refused = [transformers.MambaForCausalLM, transformers.BloomForCausalLM, transformers.JambaForCausalLM]

@@ -95,7 +95,7 @@ def norm(x, p, name):
     return scaled * p[name + ".weight"] + p[name + ".bias"]
 
 
-def test_the_logits_and_gradients_are_those_of_the_written_out_formulas():
+def test_logits_and_gradients_match_the_written_formulas():
     model = build().double()
     for parameter in model.parameters():  # away from ones and zeros, so that every parameter counts
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -134,7 +134,7 @@ def test_a_preset_has_its_published_size_and_47_rows_of_padding(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name] + padding
 
 
-def test_initial_parameters_are_gpt2s_and_depend_on_the_seed_alone():
+def test_initial_parameters_are_gpt2s_and_depend_on_the_seed():
     config = dataclasses.replace(TINY, width=128, vocab_size=512)
     first, again, other = build(config), build(config), build(config, seed=1)
     states = [model.state_dict() for model in (first, again, other)]
@@ -185,7 +185,7 @@ def test_greedy_generation_takes_the_likeliest_token_each_time():
         assert torch.equal(longer[:, end], likeliest)
 
 
-def test_generation_is_reproducible_leaves_out_the_padding_and_runs_past_the_context():
+def test_generation_repeats_ignores_padding_and_exceeds_context():
     model = build().train()
     model.tokens.weight.data[50:] = 100.0  # would win every draw
     ids = torch.zeros(1, 1, dtype=torch.int64)
@@ -206,7 +206,7 @@ def test_nothing_is_written_after_the_token_that_stops():
     assert torch.equal(generate(model, ids, 6, config=model.config, temperature=0.0, stop=[token]), longer[:, :end])
 
 
-def test_rows_with_draws_of_their_own_are_what_each_is_alone_and_all_must_end():
+def test_rows_with_own_draws_match_single_rows_and_all_must_end():
     model, ids = build().double(), torch.randint(0, 50, (3, 4))
     settings = {"config": model.config, "temperature": 1.5, "further": further_logits(model.config.layers)}
 

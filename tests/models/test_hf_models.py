@@ -87,7 +87,7 @@ def pretrained_bits(world, folder, cache):
     return bits(opened(folder, cache).build(vocab_size=300, dtype=torch.float32, pretrained=True))
 
 
-def test_pretrained_weights_have_the_same_bits_on_one_and_two_ranks(weights_folder, tmp_path):
+def test_pretrained_weights_are_bitwise_on_one_and_two_ranks(weights_folder, tmp_path):
     from safetensors.torch import load_file
 
     [one] = run(pretrained_bits, 1, weights_folder, tmp_path)

@@ -41,7 +41,7 @@ WHOLE = "test_loop*.py training/test_*.py"
 GUARDS = "guards/test_*.py"
 # (area, its modules under src/lockstep, the tests that matter to them; patterns of files)
 TABLE = [
-    ("loop", "lockstep/loop.py training/evaluation.py seeds.py", f"test_parity.py test_worlds.py {WHOLE}"),
+    ("loop", "lockstep/loop.py training/evaluation.py seeds.py", f"test_parity.py test_world_sizes.py {WHOLE}"),
     ("data", "data/*.py", f"data/*.py test_parity.py {WHOLE} {GUARDS}"),
     ("data", "text/*.py", "text/*.py training/test_hf_run.py"),
     ("engines", "engines/deepspeed/*.py", "engines/test_deepspeed*.py"),
@@ -57,7 +57,7 @@ TABLE = [
     (
         "launch",
         "launch/*.py distributed/membership.py distributed/launcher.py distributed/failures.py",
-        "launch/*.py test_members.py test_launcher.py test_lost_peers.py test_handshake.py test_guards_edges.py "
+        "launch/*.py test_membership.py test_launcher.py test_lost_peers.py test_handshake.py test_guards_edges.py "
         "test_environment.py test_command.py chaos/*.py",
     ),
     # Those that run traced programs come last: they take seconds each.
@@ -65,7 +65,7 @@ TABLE = [
     (
         "verify",
         "verify/*.py distributed/spawn.py",
-        "verify/*.py test_worlds.py test_distributed_helper.py",
+        "verify/*.py test_world_sizes.py test_distributed_helper.py",
     ),
     ("exchange", "distributed/exchange.py", f"distributed/*.py {GUARDS} {WHOLE}"),
     ("recorder", "training/recorder.py", WHOLE),

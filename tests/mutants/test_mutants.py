@@ -98,7 +98,7 @@ def test_every_area_has_modules_and_tests():
         assert [each for each in tests.split() if not any((runner.ROOT / "tests").rglob(each))] == []
 
 
-def test_what_cannot_be_noticed_is_named_by_mistake_line_or_module():
+def test_equal_mutants_are_named_by_mistake_line_or_module():
     name = "x = 1 -> x = 2"
     for known in ({name}, {"x = 1"}, {"b.py"}):
         assert runner.is_known(name, "b.py", known)

@@ -30,7 +30,7 @@ def test_matrices_decay_and_all_else_does_not():
     assert all(parameter.ndim >= 2 for parameter in decayed["params"])
 
 
-def test_every_trainable_parameter_is_in_one_group_under_its_name():
+def test_every_trainable_parameter_is_in_one_group_by_name():
     model = small()
     found = {name: p for group in groups(model, 0.1) for name, p in zip(group["names"], group["params"], strict=True)}
     expected = dict(model.named_parameters())
@@ -90,7 +90,7 @@ def test_unfused_has_the_bits_of_the_plain_loop():
     assert all(torch.equal(mine, other) for mine, other in zip(ours, model.parameters(), strict=True))
 
 
-def test_a_parameter_that_has_no_fused_kernel_takes_the_unfused_one():
+def test_parameter_without_a_fused_kernel_takes_the_unfused():
     assert adamw(nn.Linear(2, 2, device="meta"), **SETTINGS).defaults["fused"] is False
 
 

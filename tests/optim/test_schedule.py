@@ -21,9 +21,7 @@ FALLING = ("cosine", "linear", "polynomial", "wsd", "constant")
     st.floats(0, 1),
     st.integers(0, 9),
 )
-def test_every_shape_climbs_to_one_stays_within_its_bounds_and_never_rises_again(
-    shape, horizon, warmup, floor, cooldown, past
-):
+def test_every_shape_climbs_to_one_and_never_rises_again(shape, horizon, warmup, floor, cooldown, past):
     rates = [factor(step, horizon, warmup, floor, shape, cooldown=cooldown) for step in range(horizon + past)]
     climb, rest = rates[:warmup], rates[warmup:]
     assert all(0 < rate < 1 for rate in climb)

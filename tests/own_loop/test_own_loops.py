@@ -93,7 +93,7 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def test_bits_are_those_of_any_world_size_and_of_a_resume_on_another(tmp_path):
+def test_runs_are_bitwise_on_any_world_and_after_a_resume(tmp_path):
     torch.set_num_threads(1)
     alone = trained(World(), tmp_path / "1")
     assert run(trained, 2, tmp_path / "2") == [alone, alone]
@@ -512,7 +512,7 @@ def halved(optimizer, steps):
 
 
 @pytest.mark.parametrize(("make", "by_epochs"), [(halved, True), (one_cycle, False)])
-def test_schedulers_by_epochs_and_by_steps_are_those_of_plain_pytorch(tmp_path, make, by_epochs):
+def test_schedulers_by_epoch_and_step_match_plain_pytorch(tmp_path, make, by_epochs):
     rates, weights = plainly(make, by_epochs)
     assert len(set(rates)) == (3 if by_epochs else len(rates))
     runs = run(scheduled, 2, tmp_path / "2", make, by_epochs)

@@ -35,7 +35,7 @@ def test_equal_runs_are_the_same_to_the_last_step_bit_for_bit(tmp_path):
     assert "bitwise equal in the checkpoints" in html
 
 
-def test_the_mean_losses_of_the_second_half_are_told_with_their_difference(tmp_path):
+def test_mean_losses_of_the_second_half_are_compared(tmp_path):
     a = made(tmp_path / "a", records(100, lambda step: 9.0 if step <= 500 else 3.0), state_json=state())
     b = made(tmp_path / "b", records(100, lambda step: 2.5 + step % 20 / 20), state_json=state())
     c = made(tmp_path / "c", records(100, lambda step: float("nan") if step == 900 else 3.0), state_json=state())

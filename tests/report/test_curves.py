@@ -39,7 +39,7 @@ def test_spans_hold_every_value(values, most):
     assert sum(span.count for span in curve.spans(3)) == len(finite)
 
 
-def test_a_spike_among_many_stays_the_highest_and_memory_is_bounded():
+def test_spike_among_many_stays_highest_and_memory_is_bounded():
     curve = Curve()
     tracemalloc.start()
     for step in range(100_000):

@@ -87,7 +87,7 @@ def test_a_run_that_loses_a_rank_and_goes_on(tmp_path):
     assert found.wall == pytest.approx(35.0)
 
 
-def test_a_clock_that_is_set_back_between_two_starts_loses_nothing(tmp_path):
+def test_clock_set_back_between_two_starts_loses_nothing(tmp_path):
     path = write(
         tmp_path / "timeline.jsonl",
         line(1010.0, "start", 0, start=10.0),
@@ -219,7 +219,7 @@ def test_a_rollback_undoes_steps_and_a_failure_is_said(tmp_path):
     assert found.seconds["lost"] < 0.1
 
 
-def test_a_file_that_cannot_be_written_is_one_warning_and_no_more(tmp_path, caplog, monkeypatch):
+def test_unwritable_file_is_one_warning_and_no_more(tmp_path, caplog, monkeypatch):
     (tmp_path / "r").mkdir()
     os.symlink(tmp_path / "elsewhere", tmp_path / "r" / "timeline.jsonl")
     warned = []

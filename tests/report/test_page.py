@@ -302,7 +302,7 @@ def test_troubles_and_profiles_are_told(tmp_path):
     assert "60.00 ms 60.0%" in words
 
 
-def test_numbers_of_the_tasks_own_have_a_curve_each_and_blocks_one_together(tmp_path):
+def test_tasks_numbers_have_a_curve_each_and_blocks_one(tmp_path):
     more = {"train/kl": 0.5, "gradients/head": 1.0, "gradients/blocks.0": 2.0}
     evaluation = {"global_step": 50, "evaluation/loss": 1.0, "evaluation/items": 4, "evaluation/kl": 0.25}
     folder = made(tmp_path / "r", [*records(5, **more), evaluation], state_json=state())

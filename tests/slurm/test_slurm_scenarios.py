@@ -91,7 +91,7 @@ class Submitted:
         return {kind: sorted(each) for kind, each in found.items()}
 
 
-def test_a_signal_ahead_of_the_limit_saves_and_requeues_to_the_end(slurm, tmp_path):
+def test_signal_ahead_of_the_limit_saves_and_requeues_to_the_end(slurm, tmp_path):
     """Two nodes, started twice: the whole way of a long run."""
     run = Submitted(slurm, tmp_path, "--nodes", 2, steps=60, seconds=0.1)
     run.until_step(8)

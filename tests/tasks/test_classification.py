@@ -173,7 +173,7 @@ def test_columns_and_classes_in_one_line(place, tmp_path):
         make(config(place, tmp_path, seq_len=65), print)
 
 
-def test_a_model_that_is_drawn_anew_and_a_resume_with_other_texts(place, tmp_path):
+def test_model_is_reinitialised_and_resume_with_other_texts(place, tmp_path):
     settings = {"model": {"pretrained": False}, "dataset_name": str(tmp_path / "texts.jsonl")}
     write_texts(tmp_path / "texts.jsonl", 32)
     assert make(config(place, tmp_path, **settings), print).defaults == "general"

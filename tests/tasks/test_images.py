@@ -50,7 +50,7 @@ def recorded(folder, name):
     return {key: record[f"evaluation/{key}"] for key in ("loss", "top1", "top5") if f"evaluation/{key}" in record}
 
 
-def test_one_two_and_four_ranks_have_the_same_bits_with_augmentation_loaders_and_a_resume(tmp_path):
+def test_ranks_are_bitwise_with_augmentation_and_a_resume(tmp_path):
     small = {"dataset_name": str(write_images(tmp_path / "shapes")), "images": {"size": 8}, "max_steps": 3}
     vit = {**small, "model_name": "builtin:vit"}
     alone = [("one", small), ("part", {**small, "stop_at": 2}), ("vit", vit)]
@@ -80,7 +80,7 @@ def whole_run(world, folder, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_the_digits_reach_97_percent_by_default_with_the_same_bits_and_without_a_warning(tmp_path):
+def test_digits_reach_97_percent_by_default(tmp_path):
     [one] = run(whole_run, 1, tmp_path, "one", timeout=1500.0)
     assert run(whole_run, 2, tmp_path, "two", timeout=1500.0) == [one] * 2
     found = recorded(tmp_path, "one")
@@ -90,7 +90,7 @@ def test_the_digits_reach_97_percent_by_default_with_the_same_bits_and_without_a
     assert "is above" not in said  # no step is called a spike
 
 
-def test_the_loss_is_plain_pytorchs_and_metrics_come_from_the_same_forward():
+def test_loss_is_plain_pytorchs_and_metrics_share_its_forward():
     task = make(Config(task="images", precision="float64", images={"label_smoothing": 0.1}), print)
     torch.manual_seed(0)
     model = task.model().double().eval()
@@ -123,7 +123,7 @@ class Numbered:
 
 
 @given(st.integers(0, 2), st.booleans(), st.integers(0, 1000))
-def test_a_crop_is_a_window_of_the_padded_image_and_the_same_for_the_same_seed(padding, flip, seed):
+def test_crop_is_a_window_of_the_padded_image_by_the_seed(padding, flip, seed):
     how = Preparing(6, 1, (0.25,), (0.5,), padding, flip, torch.float64)
     samples = Prepared(Numbered(), how, augmented=True)
     assert samples.draws_random == bool(padding or flip)
@@ -279,7 +279,7 @@ def test_what_no_decoder_knows_is_left_out_at_the_start(tmp_path):
         make(Config(**base, data={"skip": 1}), print)
 
 
-def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_path, capsys):
+def test_classes_are_saved_and_a_resume_with_others_is_refused(tmp_path, capsys):
     folder = write_images(tmp_path / "shapes")
     settings = {"dataset_name": str(folder), "images": {"size": 8}, "batch_size": 8}
     lockstep.train(config(tmp_path, stop_at=2, **settings))
@@ -475,7 +475,7 @@ def test_mixed_images_are_the_same_on_one_rank_and_two(tmp_path):
     assert run(mixed_run, 2, tmp_path, "two", timeout=250.0) == [one] * 2
 
 
-def test_mixed_labels_give_the_loss_of_both_classes_and_evaluations_stay_plain(monkeypatch):
+def test_mixed_labels_give_both_losses_in_training_only(monkeypatch):
     with_torchvision(monkeypatch)
     task = make(Config(task="images", precision="float64", images={"mixup": 0.3}), print)
     training, evaluation = task.dataset("train"), task.dataset("evaluation")

@@ -73,7 +73,7 @@ def texts(samples, found):
     return all_texts
 
 
-def test_shards_hold_each_document_once_in_the_split_that_a_run_would_choose(table, tmp_path):
+def test_shards_hold_each_document_once_in_the_runs_split(table, tmp_path):
     found, whole = corpus(shards(table, tmp_path / "out")), corpus(table)
     assert len(found.train.shard_sizes) > 2
     assert sorted(texts(found.train, found) + texts(found.evaluation, found)) == sorted(hub_files.texts(ROWS))

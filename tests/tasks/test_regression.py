@@ -43,7 +43,7 @@ def test_one_rank_and_two_have_the_same_bits(tmp_path):
     assert recorded(tmp_path, "one") == recorded(tmp_path, "two")
 
 
-def test_the_defaults_learn_the_diabetes_data_and_the_numbers_are_scikit_learns(tmp_path, capsys):
+def test_defaults_learn_diabetes_with_scikit_learns_numbers(tmp_path, capsys):
     metrics = pytest.importorskip("sklearn.metrics")
     result = lockstep.train(config(tmp_path, precision="float64"))
     task = make(config(tmp_path, precision="float64"), print)

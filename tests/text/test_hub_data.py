@@ -138,7 +138,7 @@ def test_two_rows_are_enough_for_both_splits(tmp_path):
     assert min(len(found.train), len(found.evaluation)) > 0
 
 
-def test_a_folder_of_tables_is_asked_for_by_its_subset_and_read_whole(tmp_path):
+def test_folder_of_tables_is_selected_by_subset_and_read_whole(tmp_path):
     """A file that `datasets` would leave out by its name or kind is an error with its name."""
     asked = []
 
@@ -294,7 +294,7 @@ corpus_for(config, lambda: token_store.TokenizerToTrain(300), lambda line: None)
 """
 
 
-def test_an_interruption_leaves_nothing_that_is_taken_for_the_result(tmp_path):
+def test_interruption_leaves_nothing_that_looks_complete(tmp_path):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     killed = subprocess.Popen([sys.executable, "-c", SLOW, str(path)], stdout=subprocess.PIPE, text=True)
     assert killed.stdout.readline() == "half\n"

@@ -115,7 +115,7 @@ def test_what_is_learned_where_nothing_is_said(tmp_path):
         corpus(text, labels="completion")
 
 
-def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(tmp_path):
+def test_text_next_to_instructions_is_ignored_for_answers(tmp_path):
     both = [{**row, "text": f"written out: {row['output']}"} for row in hub_files.rows(60)]
     path, told = hub_files.write_jsonl(tmp_path / "a.jsonl", both), []
     answers = {row["output"] for row in both}
@@ -137,7 +137,7 @@ def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(
         corpus(path, labels="completion", text_column="text")
 
 
-def test_rows_of_prompts_and_conversations_are_found_by_their_columns():
+def test_rows_of_prompts_and_conversations_are_found_by_column():
     read = reader({"prompt": True, "response": True}, "", "x", answers=True)
     assert read({"prompt": "a", "response": "b"}).given == 1
     empty = read({"prompt": None, "response": None})  # a missing value is an empty text
@@ -209,7 +209,7 @@ def test_what_a_template_cannot_tell_names_the_row(tmp_path, chat, model_folder)
         chat_tokens(chat("{{ raise_exception('no') }}")._tokenizer, TALK, 7)
 
 
-def test_examples_whose_completion_is_cut_away_are_counted_and_named(tmp_path):
+def test_examples_with_truncated_completions_are_counted(tmp_path):
     rows = pairs(30)
     rows[17] = {"prompt": "list the colours of the world " * 9, "completion": "no"}
     rows[18] = {"prompt": "add ", "completion": "name a line " * 30}
@@ -257,7 +257,7 @@ def test_windows_hold_every_document_once_and_are_well_filled(lengths):
     assert windows == packed(list(lengths), 50)
 
 
-def test_the_longest_come_first_and_each_goes_where_it_leaves_the_least():
+def test_longest_come_first_and_go_to_the_tightest_fit():
     for lengths, room, wanted in (
         ([2, 2, 4, 4], 6, [{0, 3}, {1, 2}]),
         ([7, 6, 3, 4], 10, [{0, 2}, {1, 3}]),

@@ -80,7 +80,7 @@ def test_every_document_comes_back_whole_and_in_one_split(folder, tmp_path):
     assert all_tokens(corpus.evaluation).count(corpus.separator) == 2
 
 
-def test_windows_overlap_by_one_token_and_labels_are_the_next_inputs(folder, tmp_path):
+def test_windows_overlap_by_one_token_and_labels_are_shifted(folder, tmp_path):
     windows = opened(folder, tmp_path).train
     tokens = all_tokens(windows)
     assert len(windows) == (len(tokens) - 1) // 16
@@ -111,7 +111,7 @@ def test_samples_pickle_as_a_path(folder, tmp_path):
     assert pickle.loads(packed)[3]["labels"].tolist() == windows[3]["labels"].tolist()
 
 
-def test_the_second_start_prepares_nothing_and_loads_no_tokenizer(folder, tmp_path, monkeypatch):
+def test_second_start_prepares_nothing_and_loads_no_tokenizer(folder, tmp_path, monkeypatch):
     first = opened(folder, tmp_path)
     monkeypatch.setattr(ByteBPE, "train", None)
     monkeypatch.setattr(ByteBPE, "load", None)
@@ -145,7 +145,7 @@ def test_another_content_or_name_is_another_corpus(folder, tmp_path):
     assert len(set(prints)) == 3
 
 
-def test_the_fingerprint_does_not_depend_on_where_the_folder_lies(folder, tmp_path):
+def test_fingerprint_does_not_depend_on_the_folders_place(folder, tmp_path):
     before = opened(folder, tmp_path).fingerprint
     assert opened(folder.rename(tmp_path / "elsewhere"), tmp_path).fingerprint == before
 
@@ -343,7 +343,7 @@ def test_of_several_processes_one_prepares(folder, tmp_path):
     assert sum("learning" in output for output in outputs) == 1
 
 
-def test_a_waiting_process_says_so_and_goes_on_when_the_other_dies(folder, tmp_path):
+def test_waiting_process_says_so_and_survives_the_others_death(folder, tmp_path):
     holder = (
         "from filelock import FileLock; import sys, time; l = FileLock(sys.argv[1]); l.acquire(); print(flush=True)"
     )
@@ -505,7 +505,7 @@ def test_an_empty_token_file_has_no_samples(tmp_path):
     assert len(Windows(tmp_path / "none.bin", 300, 4)) == 0
 
 
-def test_which_files_are_kept_aside_does_not_depend_on_the_order_of_a_folder():
+def test_held_out_files_do_not_depend_on_the_folders_order():
     files = [sources.TextFile(name, Path(name), 100, "", True) for name in "abcdefgh"]
     chosen = sources._chosen(files, 300.0, 5)
     assert len(chosen) == 3

@@ -117,7 +117,7 @@ def test_two_runs_that_end_by_the_same_error_are_not_the_same(folder):
         cli.dispatch(["compare", str(folder / "raised"), str(folder / "raised")])
 
 
-def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(folder, monkeypatch, capsys):
+def test_processes_each_doing_the_whole_training_are_reported(folder, monkeypatch, capsys):
     both = (
         "import os, subprocess, sys\n"
         "environments = [{**os.environ, 'RANK': rank} for rank in '01']\n"
@@ -135,7 +135,7 @@ def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(f
     assert "single: its" not in said
 
 
-def test_a_process_without_torch_costs_nothing_and_keeps_its_own_sitecustomize(tmp_path):
+def test_process_without_torch_is_free_and_keeps_sitecustomize(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
     code = (
         "import sys; print(sorted({'torch', 'numpy', 'lockstep.trace.record.hooks'} & set(sys.modules))); sys.exit(5)"
@@ -187,7 +187,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(argv, said, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
 
 
-def test_a_script_that_asks_for_torch_first_and_a_disk_that_is_full(tmp_path):
+def test_script_that_requires_torch_first_and_a_full_disk(tmp_path):
     (tmp_path / "train.py").write_text(FULL)
     traced = ran("-m", "lockstep", "trace", "-o", "one", "--", sys.executable, "train.py", cwd=tmp_path)
     assert (traced.returncode, traced.stdout) == (0, "to its end\n"), traced.stderr
@@ -352,7 +352,7 @@ def test_a_weight_that_moves_between_two_steps_is_seen(touch, moved, plain, tmp_
     assert ("step 6" in capsys.readouterr().out) is moved
 
 
-def test_an_older_trace_that_refers_to_the_weights_before_is_read(plain, tmp_path, capsys):
+def test_older_trace_that_refers_to_earlier_weights_is_read(plain, tmp_path, capsys):
     older = tmp_path / "older"
     shutil.copytree(plain, older)
     (path,) = older.glob("*.jsonl")

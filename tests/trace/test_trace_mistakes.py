@@ -99,7 +99,7 @@ def test_what_is_not_trained_is_named_for_what_it_is(mistake, turned, one, two):
     assert ("first" if turned else "second") in found.text
 
 
-def test_a_perturbation_that_is_taken_back_is_silent_and_one_that_is_not_is_named(one, two):
+def test_reverted_perturbation_is_silent_and_a_lasting_one_named(one, two):
     """w + e - e is w but for its last places; where the restore is missing nothing begins with other weights."""
     for world in (1, 2):
         verdict = judged(one(sam=0.3), two(world=world, name=f"sam{world}", sam=0.3))
@@ -156,14 +156,14 @@ def test_what_is_healthy_is_not_named(settings, one, two):
         ("other-parameters", "no tensor of the optimizer has a gradient in any of the 6 steps: nothing is trained"),
     ],
 )
-def test_two_runs_that_train_nothing_have_the_same_bits_and_it_is_said(mistake, note, two):
+def test_two_runs_that_train_nothing_are_said_to_be_bitwise(mistake, note, two):
     verdict = judged(two(mistake, world=1, name="one"), two(mistake))
     assert (verdict.finding, verdict.unproven, verdict.bits) == (None, "", 6)
     assert verdict.notes == [note]
     assert verdict.same is (mistake != "other-parameters")  # of which no gradient can be compared
 
 
-def test_ranks_that_share_their_samples_are_not_taken_for_the_mistake(one, two):
+def test_ranks_sharing_samples_are_not_blamed_for_the_mistake(one, two):
     found = judged(one(ragged=True), two("rank-average", world=4, shard="2d", ragged=True)).finding
     assert (found.step, found.stage, found.cause) == (0, "normalisation", "rank-average"), str(found)
 
@@ -180,7 +180,7 @@ def test_shards_whose_places_are_not_known_are_left_out(one, two):
     assert "last.bias" in verdict.missing[0]
 
 
-def test_a_generator_of_the_models_own_draws_other_numbers_on_each_rank(one, two):
+def test_models_own_generator_draws_differently_on_each_rank(one, two):
     assert judged(one(generator="own"), two(generator="own")).word == "NOT PROVED"
     found = judged(one(generator="own"), two(name="same", generator="same")).finding
     assert (found.step, found.stage, found.cause, found.rank) == (0, "randomness", "equal-draws", 1), str(found)
@@ -194,7 +194,7 @@ def test_dropout_cannot_agree_and_the_rest_is_still_compared(one, two):
     assert (found.step, found.cause, found.rank) == (3, "rank-rate", 1)
 
 
-def test_two_runs_of_the_same_have_the_same_bits_and_a_recorder_changes_none(two, tmp_path):
+def test_equal_runs_are_bitwise_and_a_recorder_changes_none(two, tmp_path):
     settings = {"dropout": 0.3, "ragged": True}
     watched = run(traced, 2, tmp_path / "watched", "", settings)
     assert run(plainly, 2, "", settings) == watched
@@ -246,7 +246,7 @@ def test_a_start_that_begins_anew_replaces_what_was_before(one, two):
     assert (found.step, found.cause, found.rank) == (3, "rank-rate", 1)
 
 
-def test_a_start_goes_on_behind_the_step_whose_weights_it_begins_with(one, two, tmp_path):
+def test_start_continues_after_the_step_of_its_weights(one, two, tmp_path):
     saved = str(tmp_path / "saved.pt")
     run(plainly, 1, "", {"steps": 3, "saved": saved})
     two(name="resumed", world=1, steps=5)  # two steps that the checkpoint knows nothing of

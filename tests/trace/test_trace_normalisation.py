@@ -112,7 +112,7 @@ def test_where_samples_say_nothing_the_losses_do(one, two, cause):
     assert normalisation_difference(step) is None
 
 
-def test_other_contents_are_a_cause_only_where_the_sample_moves_the_loss_otherwise():
+def test_other_contents_are_a_cause_only_if_they_move_the_loss():
     whole, halves = side(WHOLE, "all"), side(HALVES, "all", content=50)  # padded otherwise
     assert contents_difference(stepped(whole, halves)) is None
     other = side(HALVES, "all", content=50, lengths={sample: 1.0 + sample**2 for sample in LABELS})
@@ -120,7 +120,7 @@ def test_other_contents_are_a_cause_only_where_the_sample_moves_the_loss_otherwi
     assert contents_difference(stepped(whole, other)).cause == "other-contents"
 
 
-def test_a_gradient_may_be_off_by_four_roundings_of_what_was_computed():
+def test_gradient_may_be_off_by_four_roundings():
     """Not by 16: in bfloat16 that hides a loss averaged by rank; by more where outputs are, as far as rounding is."""
     coarse, fine = (stepped(side(WHOLE, "all", kind=kind), side(HALVES, "all", kind=kind)) for kind in ("bfloat16", ""))
     order = 32 * 4 * 2.0**-24
@@ -136,7 +136,7 @@ def test_a_gradient_may_be_off_by_four_roundings_of_what_was_computed():
 
 
 @pytest.mark.parametrize(("states", "named"), [("aa", True), ("ab", False)])
-def test_equal_draws_for_other_samples_are_named_though_batches_are_padded_otherwise(states, named):
+def test_equal_draws_for_other_samples_are_named_despite_padding(states, named):
     """Forwards of other lengths draw more or less, and end with other states."""
     runs = side(WHOLE, "all"), side(HALVES, "all")
     for run in runs:

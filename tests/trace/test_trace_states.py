@@ -100,7 +100,7 @@ class Owner:
         raise ValueError
 
 
-def test_what_the_recorder_itself_runs_is_not_recorded_and_its_error_ends_only_the_recording():
+def test_recorders_own_work_is_unrecorded_and_errors_end_only_it():
     owner = Owner()
     owner.look()
     assert owner.reached == 1

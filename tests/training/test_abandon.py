@@ -67,7 +67,7 @@ def abandoning(world, folder, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_abandoned_run_writes_no_more_and_keeps_its_checkpoints(tmp_path, way, ranks):
+def test_abandoned_run_writes_no_more_and_keeps_checkpoints(tmp_path, way, ranks):
     assert run(abandoning, ranks, tmp_path, way) == [("abandoned", 5, 0)] * ranks
     assert checkpoint.list_steps(tmp_path / "r") == [3]
     assert json.loads((tmp_path / "r" / "ended.json").read_text())["status"] == "abandoned"
@@ -168,14 +168,14 @@ def test_a_run_without_checkpoints_does_all_else(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loop_without_checkpoints_is_left_unsaved_and_begins_again(tmp_path, ranks):
+def test_loop_without_checkpoints_is_unsaved_and_starts_over(tmp_path, ranks):
     for _ in range(2):
         status, seen, _ = run(unsaved, ranks, tmp_path, 4)[0]
         assert (status, seen) == ("stopped", [1, 2, 3, 4])
     assert not list(tmp_path.glob("r/checkpoints/step-*"))
 
 
-def test_a_run_without_checkpoints_resumes_from_those_there_are_and_leaves_them(tmp_path):
+def test_run_without_saves_resumes_from_existing_checkpoints(tmp_path):
     lockstep.train(config(tmp_path, ckpt_freq=1, stop_at=4, checkpoint={"keep": 4}), task())
     assert unsaved(None, tmp_path, None, eval_freq=0)[:2] == ("finished", [5, 6, 7, 8])
     assert checkpoint.list_steps(tmp_path / "r") == [1, 2, 3, 4]

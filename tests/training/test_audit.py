@@ -71,7 +71,7 @@ def healthy(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_is_silent_and_trains_what_it_trains_without_audits(name, healthy):
+def test_healthy_run_is_silent_and_trains_as_without_audits(name, healthy):
     found, lines, wanted, times = healthy[name]
     assert found.startswith("sha256:"), found
     assert lines == []
@@ -81,7 +81,7 @@ def test_a_healthy_run_is_silent_and_trains_what_it_trains_without_audits(name, 
     assert times == {"moved": 2 + 2 + 2 + 2, "means": 11}.get(name, 2 + 4 + 4 + 3)
 
 
-def test_a_task_whose_loss_moves_tensors_of_its_own_is_audited_and_left_as_it_was(tmp_path):
+def test_task_that_moves_its_tensors_is_audited_and_restored(tmp_path):
     [found] = run(each, 1, tmp_path, [("Counting", f"own-{share}", share, {}) for share in (1.0, 0.0)])
     assert found[0][:2] == found[1][:2]
     assert found[0][0].startswith("sha256:")
@@ -107,7 +107,7 @@ def broken(world, folder, cases):
 SELDOM, ALWAYS = 50, 1
 
 
-def test_of_two_ranks_the_one_that_is_wrong_now_and_then_is_named(tmp_path):
+def test_rank_that_is_sometimes_wrong_is_named_among_two(tmp_path):
     cases = [(rank, SELDOM, 0.02, 200, changes) for rank, changes in ((0, {}), (1, {"exact": True}))]
     found = run(broken, 2, tmp_path, [*cases, (1, ALWAYS, 0.02, 20, {"engine": "zero"})])
     assert found[0] == found[1]
@@ -187,7 +187,7 @@ def test_a_share_that_cannot_be_is_one_line(changes, line, tmp_path):
         ({"compile": True}, "TORCHINDUCTOR_MAX_AUTOTUNE=1"),
     ],
 )
-def test_what_it_does_not_go_with_is_one_line_and_nothing_is_written(changes, conflict, tmp_path, monkeypatch):
+def test_unsupported_combinations_are_one_line_before_writing(changes, conflict, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     with refuses(ConfigError, "--guards.audit", conflict):
         lockstep.train(settings(tmp_path, "no", 0.02, **changes), tasks.Sentences(), lockstep.World())

@@ -48,7 +48,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_the_weights_train_as_without_it_and_the_evaluation_is_the_averages(place):
+def test_weights_train_as_without_it_and_evaluation_uses_it(place):
     assert mark(place, "with") == mark(place, "without")
     assert evaluations(place, "with") != evaluations(place, "without")
     assert of(place, "with") != of(place, "with", "model/")
@@ -95,7 +95,7 @@ def test_a_resume_goes_on_with_it(place, tmp_path):
     assert evaluations(tmp_path, "with") == evaluations(place, "with")
 
 
-def test_another_decay_is_another_plan_and_it_may_begin_on_the_way(tmp_path):
+def test_another_decay_is_another_plan_and_may_begin_midway(tmp_path):
     lockstep.train(config(tmp_path, stop_at=5), Ragged())
     with pytest.raises(ResumeError, match=r"--optim.ema 0.0 \(now 0.8\)"):
         lockstep.train(config(tmp_path, optim=EMA), Ragged())

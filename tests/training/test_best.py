@@ -155,7 +155,7 @@ class Silent(Ragged):
         return super().dataset(split) if split == "train" else None
 
 
-def test_a_resume_is_judged_by_what_there_is_before_its_first_step(tmp_path):
+def test_resume_is_judged_by_what_exists_before_its_first_step(tmp_path):
     go(None, tmp_path, 3, best_metric="loss")
     with pytest.raises(ConfigError, match="the task's evaluation has no 'scores'; did you mean score"):
         taken(settings(tmp_path, best_metric="scores:max"), Scored())
@@ -163,7 +163,7 @@ def test_a_resume_is_judged_by_what_there_is_before_its_first_step(tmp_path):
     assert go(None, tmp_path, patience=3) == ("stopped", 10, (4, "score", 0.8), True)
 
 
-def test_what_the_task_has_not_is_refused_before_anything_is_written(tmp_path):
+def test_metric_that_the_task_lacks_is_refused_before_writing(tmp_path):
     with pytest.raises(ConfigError, match="the task's evaluation has no 'scores'; did you mean score"):
         taken(settings(tmp_path, best_metric="scores:max"), Scored())
     with pytest.raises(ConfigError, match="--patience-metric: the task's evaluation has no 'scores'; did you mean sc"):

@@ -66,7 +66,7 @@ def drawn(world, folder, stop):
     return found
 
 
-def test_a_split_drawn_in_dataset_is_one_for_splits_ranks_and_resumes(tmp_path):
+def test_split_drawn_in_dataset_is_one_for_splits_and_ranks(tmp_path):
     alone = drawn(lockstep.World(), tmp_path, 5)
     for (made, status), others in zip(alone, zip(*run(drawn, 2, tmp_path, 0, timeout=180.0), strict=True), strict=True):
         assert status == "stopped"

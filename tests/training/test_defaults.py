@@ -67,7 +67,7 @@ class Chats(Tuned):
     data_facts = DataFacts({"data.packing": "padded", "seq_len": 512}, True, "300 conversations", 2048)
 
 
-def test_prompts_have_their_own_batch_epochs_and_rate_unless_given():
+def test_prompts_have_their_own_batch_epochs_and_rate_by_default():
     found = chosen(Config(), Chats(), samples=300)
     config = found.config
     assert (config.batch_size, config.num_epochs, config.seq_len, config.data.packing) == (4, 3, 512, "padded")
@@ -165,7 +165,7 @@ def test_the_help_names_the_values(capsys):
     assert ([*decays, SGD_DEFAULTS["optim.weight_decay"]], SGD_DEFAULTS["lr"]) == ([0.1, 0.0, 0.01, 1e-4], 1e-2)
 
 
-def test_sgd_has_its_own_rate_and_decay_and_refuses_the_others_numbers():
+def test_sgd_has_its_own_defaults_and_refuses_adams_numbers():
     config = chosen(Config(optim=Optim(name="sgd"), max_steps=100), Language()).config
     assert (config.lr, config.optim.weight_decay, config.optim.momentum) == (1e-2, 1e-4, 0.9)
     assert flatten(config)["optim.beta2"] == "auto"  # sgd has none
@@ -221,7 +221,7 @@ def test_a_step_has_one_forward_for_each_rank(batch_size, ranks, normed):
 
 
 @given(st.integers(1, 5000))
-def test_with_batchnorm_an_exact_forward_takes_16_or_the_batch_and_no_fewer_than_without(batch_size):
+def test_exact_batchnorm_forward_takes_16_or_the_whole_batch(batch_size):
     config = Config(batch_size=batch_size, max_steps=1, exact=True)
     size = chosen(config, Ragged(), NORMED).config.micro_batch_size
     plain = chosen(config).config.micro_batch_size

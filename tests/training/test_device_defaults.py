@@ -81,7 +81,7 @@ def test_on_a_cpu_it_is_float32_and_eager(tmp_path, capfd):
     assert "device default" not in capfd.readouterr().err
 
 
-def test_on_a_new_gpu_it_is_bf16_and_compiled_and_said_in_one_line(tmp_path, capfd, new_gpu):
+def test_new_gpu_has_bf16_and_compilation_in_one_line(tmp_path, capfd, new_gpu):
     lockstep.train(settings(tmp_path), task())
     assert written(tmp_path) == ("bf16", True)
     assert capfd.readouterr().err.count(LINE) == 1
@@ -173,7 +173,7 @@ def broken(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_what_must_compile_and_cannot_is_one_line_before_anything_is_written(tmp_path, broken):
+def test_required_compilation_that_fails_is_refused_early(tmp_path, broken):
     with refuses(ConfigError, "--compile", "rank 0", "NoCompiler", "no compiler here"):
         lockstep.train(settings(tmp_path, compile=True), task())
     assert not (tmp_path / "r").exists()

@@ -121,14 +121,14 @@ def test_the_dimension_of_the_samples_may_be_any():
     assert uncut == []
 
 
-def test_rows_of_several_views_belong_to_the_samples_in_another_layout():
+def test_rows_of_several_views_belong_to_samples_in_any_layout():
     whole, halves, _, book = parts(lambda n: torch.rand(2 * n, 3), Layout(views=True))
     assert torch.equal(torch.cat([half.view(2, -1, 3) for half in halves], 1), whole.view(2, SAMPLES, 3))
     assert book.has_views
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_part_padded_to_a_shorter_length_gets_the_places_that_it_has(last):
+def test_part_padded_to_a_shorter_length_gets_its_own_places(last):
     whole, halves, uncut, book = parts(lambda n: torch.rand(n, 9 if n == SAMPLES else 4), Layout(last=last))
     assert torch.equal(torch.cat(halves), whole[:, -4:] if last else whole[:, :4])
     assert book.has_lengths

@@ -90,7 +90,7 @@ def shares(world):
     return evaluate(made, task, batches, world, step=0, seed=0).metrics
 
 
-def test_each_of_several_metrics_is_its_own_sum_over_its_own_count():
+def test_each_metric_is_its_own_sum_over_its_own_count():
     for found in (shares(World()), *run(shares, 2)):
         assert found == pytest.approx({"half": 0.5, "sevenths": 2 / 7, "none": math.nan, "third": 1 / 3}, nan_ok=True)
 
@@ -105,7 +105,7 @@ GROWTH = "import memory; from lockstep.distributed.world import World; print(*me
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_an_evaluation_takes_the_same_memory_however_many_micro_batches_there_are():
+def test_evaluation_memory_does_not_grow_with_micro_batches():
     """Small tensors kept of each micro-batch would hold the heap apart: 2.4 MiB of logits each, never given back."""
     done = subprocess.run([sys.executable, "-c", GROWTH], cwd=BENCH, capture_output=True, text=True, check=True)
     grown, logits = map(float, done.stdout.split())
@@ -209,7 +209,7 @@ def test_one_forward_gives_loss_and_metrics_where_the_task_can():
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_a_micro_batch_without_items_counts_nothing_where_the_loss_is_a_mean():
+def test_micro_batch_without_items_counts_nothing_in_a_mean():
     whole, mean = measured(Holes(samples=30), micro=1)[0], measured(HolesMean(samples=30), micro=1)[0]
     assert mean.loss == pytest.approx(whole.loss, rel=1e-12)
     assert (mean.items, mean.metrics) == (whole.items, whole.metrics)
@@ -251,7 +251,7 @@ def scored(world):
     return evaluate(made, task, batches, world, step=0, seed=0).metrics
 
 
-def test_a_metric_with_a_state_is_that_of_the_whole_set_on_any_number_of_ranks():
+def test_stateful_metric_is_of_the_whole_set_on_any_ranks():
     task, found = Scored(), scored(World())
     model, data = parts(World(), task)[0].model.eval(), task.dataset("evaluation")
     with torch.no_grad():
@@ -298,7 +298,7 @@ class Apart(World):
         return self.heard
 
 
-def test_what_has_an_order_is_merged_in_that_of_the_samples_on_any_ranks():
+def test_ordered_results_merge_in_sample_order_on_any_ranks():
     task = Placed()
     made, data = parts(World(), task)[0], task.dataset("evaluation")
     ranks = [Apart(rank=rank, size=2) for rank in range(2)]

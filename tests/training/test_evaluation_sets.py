@@ -65,7 +65,7 @@ def trained(world, folder, kind, changes):
     return result.evaluation, result.best.metric, mark(folder)
 
 
-def test_each_set_has_its_own_numbers_and_the_first_is_as_if_it_were_alone(tmp_path, capsys):
+def test_each_set_has_its_numbers_and_the_first_is_as_if_alone(tmp_path, capsys):
     found, by, weights = trained(None, tmp_path / "two", Two, {})
     alone, _, weights_too = trained(None, tmp_path / "one", Near, {})
     assert weights == weights_too
@@ -88,7 +88,7 @@ def test_each_set_has_its_own_numbers_and_the_first_is_as_if_it_were_alone(tmp_p
         assert f"\nevaluation {name} " in said  # a row of the summary
 
 
-def test_the_same_bits_on_any_ranks_with_another_micro_batch_and_loader_processes(tmp_path):
+def test_sets_are_bitwise_on_any_ranks_cuts_and_loaders(tmp_path):
     changes = {"eval_micro_batch_size": 3, "best_metric": "far/f1:max"}
     alone = trained(None, tmp_path / "one", Two, changes)
     assert alone[1] == "far/f1"
@@ -222,7 +222,7 @@ def test_what_cannot_be_is_refused_at_once():
 # names
 
 
-def test_a_mapping_of_numbers_is_a_dataset_and_one_of_texts_is_several():
+def test_mapping_of_numbers_is_a_dataset_and_of_texts_several():
     assert list(sets_by_name({0: 1.0, 1: 2.0})) == [""]
     assert list(sets_by_name({"b": [1], "a": [1, 2]})) == ["b", "a"]
     assert sets_by_name(None) == sets_by_name({}) == {}

@@ -358,7 +358,7 @@ def test_weights_that_cannot_be_moved_are_no_error_of_the_run():
     assert "RuntimeError" in verdict.evidence
 
 
-def test_a_loss_that_needs_a_batch_is_shown_by_the_places_that_have_one():
+def test_loss_that_needs_a_batch_is_shown_by_those_that_have_one():
     def loss(model, batch):
         assert len(batch[0]) >= 8
         return classes(model, batch)

@@ -94,7 +94,7 @@ FLIPS = [
 FOUND = [(4, 3), (6, 3), (3, 0), (8, 6), (4, 0), (6, 4), (8, 0), (7, 5)]  # by case: after which step, the checkpoint
 
 
-def test_a_flipped_bit_is_in_no_checkpoint_and_a_resume_has_the_bits_of_an_undisturbed_run(tmp_path):
+def test_flipped_bit_is_in_no_checkpoint_and_resume_is_bitwise(tmp_path):
     (said, ends), *_ = run(cases, 2, tmp_path, [("", 0, {"ckpt_freq": 3}), *FLIPS], timeout=120)
     assert ends == [ends[0]] * len(ends)
     for (line, newest), (step, kept) in zip(said[1:], FOUND, strict=True):

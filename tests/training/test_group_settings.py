@@ -132,7 +132,7 @@ def close(found, wanted, tolerance=1e-12):
     torch.testing.assert_close(found, wanted.to(found.dtype), rtol=0, atol=tolerance)
 
 
-def test_what_a_loop_writes_trains_as_in_plain_pytorch_and_stays_after_a_resume(tmp_path):
+def test_loops_settings_train_as_in_pytorch_and_survive_a_resume(tmp_path):
     wanted = by_hand(decayed)
     found, _, settings = trained(tmp_path / "whole", Written(), decayed)
     close(found, wanted)
@@ -148,7 +148,7 @@ def test_a_rate_that_a_loop_sets_is_an_error_in_that_step(tmp_path):
         trained(tmp_path, Written(), rated)
 
 
-def test_without_a_schedule_and_in_set_groups_rates_are_as_in_plain_pytorch(tmp_path):
+def test_rates_without_a_schedule_are_as_in_plain_pytorch(tmp_path):
     wanted = by_hand(rated)
     found, rates, _ = trained(tmp_path / "loop", Written(), rated, NONE)
     close(found, wanted)
@@ -201,7 +201,7 @@ def test_rates_are_written_into_the_groups_of_a_loaded_optimizer():
     assert settings.changes() == [{}, {"weight_decay": 0.5}]
 
 
-def test_settings_follow_the_parameters_into_the_groups_of_another_optimizer():
+def test_settings_follow_parameters_to_another_optimizers_groups():
     model = network(torch.float64)
     head = torch.optim.SGD([{"params": list(model[2].parameters())}], lr=0.1)
     settings_of(head).write(None)

@@ -155,7 +155,7 @@ def on_ranks(world, script):
 
 
 @pytest.mark.slow
-def test_on_two_ranks_under_fsdp_the_script_saves_the_whole_model(tmp_path):
+def test_script_saves_the_whole_model_on_two_ranks_under_fsdp(tmp_path):
     assert run_script(written(tmp_path / "one"), {"exact": True, "batch_size": 8}) == 0
     assert run(on_ranks, 2, tuple(written(tmp_path / "two")), timeout=180.0) == [0, 0]
     saved = [transformers.GPT2LMHeadModel.from_pretrained(tmp_path / who / "out") for who in ("one", "two")]

@@ -139,7 +139,7 @@ def test_a_head_of_another_name_is_left_on_both_sides(base, tmp_path):
     assert torch.equal(tensors["body.0.weight"], weights_of(base)["body.0.weight"])
 
 
-def test_patterns_that_do_not_fit_are_refused_before_anything_is_written(base, tmp_path):
+def test_patterns_that_do_not_fit_are_refused_before_writing(base, tmp_path):
     with refuses(ConfigError, "--init-drop", "haed.*"):
         begin(tmp_path, base, init_drop="head.*,haed.*")
     with refuses(ConfigError, "init_drop", "init_from"):

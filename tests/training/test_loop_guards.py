@@ -170,7 +170,7 @@ def lag(request, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("bad", [6, 7])  # the step that a rollback resumes at, and the one after
-def test_a_step_that_is_not_finite_leaves_weights_and_buffers_as_if_it_had_not_been(tmp_path, policy, bad, lag):
+def test_not_finite_step_leaves_weights_and_buffers_unchanged(tmp_path, policy, bad, lag):
     """The forward of the bad step moves the buffer, and so does the second, which looks for the origin."""
     task = Task(48, bad=(samples_of(bad, 48)[2],))
     config = settings(tmp_path, 12, guards={"nonfinite": policy})
@@ -188,7 +188,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_buffers_as_if_it_had_not_b
     assert {r["steps_left_out"] for r in found.values() if "steps_left_out" in r} == {1}
 
 
-def test_a_step_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(tmp_path, lag):
+def test_not_finite_step_stops_the_run_and_nothing_is_kept(tmp_path, lag):
     task = Task(48, bad=(samples_of(7, 48)[3],))
     config = settings(tmp_path, 12)
     with pytest.raises(LockstepError, match=r"step 8: the gradient is not finite .* micro-batch 1 \(samples"):
@@ -307,7 +307,7 @@ def late(world, folder, ratio):
 
 
 @pytest.mark.parametrize("ratio", [1.2, 0.0])
-def test_a_slow_rank_is_named_in_the_log_and_after_a_minute_on_the_console(tmp_path, ratio):
+def test_slow_rank_is_in_the_log_and_a_minute_later_on_screen(tmp_path, ratio):
     assert run(late, 2, tmp_path, ratio) == [[True, False] * bool(ratio), []]
     said = (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
     assert said.count("rank 1 is slow: ") == said.count("of loading data, the others") == 2 * bool(ratio)

@@ -90,7 +90,7 @@ def test_adapters_alone_are_trained_and_kept_and_the_base_stays(tmp_path):
     assert not re.fullmatch(state["lora"]["targets"], "blocks.1"), "whose last part is that of a layer"
 
 
-def test_the_same_bits_in_every_engine_and_world_and_after_a_resume(tmp_path):
+def test_lora_is_bitwise_on_every_engine_world_and_resume(tmp_path):
     def case(name, stop=0, **changes):
         return tmp_path, {"exact": True, "experiment_name": name, **changes}, stop
 
@@ -145,7 +145,7 @@ def test_a_step_is_what_plain_torch_makes_of_the_formula(tmp_path):
     torch.testing.assert_close(kept["model/0.lora_B.default.weight"], b.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_the_base_is_not_unfrozen_on_the_way_but_adapters_may_be_frozen(tmp_path):
+def test_base_stays_frozen_midway_but_adapters_may_be_frozen(tmp_path):
     run, taken = lockstep.Run(lora(tmp_path), Tuned()), []
 
     def unfreeze():
@@ -291,7 +291,7 @@ def test_a_rollback_goes_back_to_the_adapters(tmp_path):
     assert all(torch.equal(after[name], p) for name, p in base.items())
 
 
-def test_groups_know_the_adapters_by_name_and_frozen_ones_are_kept_too(tmp_path):
+def test_groups_know_adapters_by_name_and_frozen_ones_are_saved(tmp_path):
     lockstep.train(lora(tmp_path, optim={"groups": "*lora_A*: freeze; *lora_B*: lr=2x"}, max_steps=2), Tuned())
     kept, _ = held(tmp_path / "r")
     assert len([name for name in kept if ".lora_A." in name]) == 4
@@ -312,7 +312,7 @@ def test_a_base_in_another_half_than_autocasts_is_refused(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_the_same_bits_under_autocast_and_where_one_rank_draws_the_model(tmp_path):
+def test_lora_is_bitwise_under_autocast_and_one_ranks_draws(tmp_path):
     def case(name, **changes):
         return tmp_path, {"exact": True, "experiment_name": name, **changes}, 0
 
@@ -341,7 +341,7 @@ def staged(world, cases):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed")
-def test_deepspeed_trains_and_keeps_adapters_alone_and_goes_on_with_them(tmp_path):
+def test_deepspeed_trains_and_saves_only_adapters_and_resumes(tmp_path):
     settings = {"lora": {"rank": 2}, "max_steps": 4}
 
     def case(stage, stop):

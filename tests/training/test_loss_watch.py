@@ -66,7 +66,7 @@ def settings(folder, first):
     return config(folder, batch_size=8, micro_batch_size=4, max_steps=6, guards={"loss_check": first}, report=False)
 
 
-def test_a_loss_that_changes_ends_the_run_at_the_next_check_with_the_step_before_saved(tmp_path):
+def test_changed_loss_ends_the_run_with_the_step_before_saved(tmp_path):
     with pytest.raises(LockstepError, match=r"step 5: .*no longer a mean.*step 4 is saved"):
         lockstep.train(settings(tmp_path, 5), Coupled())
     assert checkpoint.list_steps(tmp_path / "r")[-1] == 4
@@ -123,13 +123,13 @@ def trained(world, folder, kind, first, engine="fsdp"):
 
 
 @pytest.mark.parametrize("kind", [Classes, Fragile])
-def test_a_check_under_fsdp_leaves_the_run_whether_it_fails_or_follows_a_change_of_what_is_trained(kind, tmp_path):
+def test_fsdp_check_leaves_the_run_whether_it_passes_or_fails(kind, tmp_path):
     wanted = trained(World(), tmp_path / "one", kind, 0, "single")
     for found in run(trained, 2, tmp_path / "two", kind, 3):
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-12)
 
 
-def test_a_check_after_a_change_of_what_is_trained_weighs_the_loss_under_fsdp(tmp_path):
+def test_fsdp_check_after_a_trained_set_change_weighs_the_loss(tmp_path):
     with pytest.raises(RankError, match=r"step 3: .*no longer a mean"):
         run(trained, 2, tmp_path, Freezing, 3)

@@ -64,5 +64,5 @@ def ends(world, error):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_rank_that_fails_before_its_first_forward_has_its_own_error(error):
+def test_rank_failing_before_its_first_forward_keeps_its_error(error):
     assert run(ends, 2, error) == ["PeerError", error.__name__]

@@ -125,7 +125,7 @@ _REFUSED = ("NormalizedRootMeanSquaredError", "RunningMean", "RunningSum")  # th
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("part", "name"), list(_names()))
-def test_merged_over_batches_it_is_what_one_process_computes_or_it_is_refused(part, name):
+def test_metric_merged_over_batches_is_one_processs_or_refused(part, name):
     metric, batches = _made(part, name)
     refused = None
     for count in (1, 2, 3):
@@ -177,7 +177,7 @@ class Undeclared(Own):
         (Own("sum") + 1.0, "other metrics"),
     ],
 )
-def test_an_own_metric_that_has_no_rule_to_be_merged_by_is_refused_by_name(metric, why):
+def test_custom_metric_without_a_merge_rule_is_refused_by_name(metric, why):
     metric.update(torch.tensor(2.0))
     with pytest.raises(ConfigError, match=rf"'mine' \({type(metric).__name__}\).*{why}"):
         check_mergeable("mine", metric, pop_state(metric))

@@ -150,7 +150,7 @@ def cuts(folder, name="r"):
 
 
 @pytest.mark.parametrize("kind", [Tight, Mean])
-def test_two_steps_that_do_not_fit_change_the_weights_by_rounding_alone(tmp_path, kind):
+def test_two_steps_that_do_not_fit_differ_by_rounding_only(tmp_path, kind):
     task = kind({4: 4, 10: 2, 16: 1})
     assert taken(smaller(tmp_path), task) == ([*range(STEPS)], 0)  # no step is lost, and none comes twice
     assert_close(weights(tmp_path), by_hand(kind(), settings(tmp_path)))
@@ -171,7 +171,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_the_rest_is_trained_as_from_a_resume_with_the_smaller_size(tmp_path, parts):
+def test_rest_trains_as_a_resume_with_the_smaller_size(tmp_path, parts):
     changes = dict(PARTS[parts])
     start = changes.pop("start", 3)
     task = Known({2 * start + 1: 2}, dropout=0.2)
@@ -183,7 +183,7 @@ def test_the_rest_is_trained_as_from_a_resume_with_the_smaller_size(tmp_path, pa
     names(*cuts(tmp_path / "a"), f"step {start + 1}", "rank 0")
 
 
-def test_what_its_loss_wrote_into_its_own_tensors_goes_back_to_the_newest_checkpoint(tmp_path):
+def test_loss_that_wrote_its_tensors_returns_to_a_checkpoint(tmp_path):
     task = Counting({8: 2})  # in step 4; the newest checkpoint is of step 3
     lockstep.train(smaller(tmp_path), task)
     assert float(task.seen) == STEPS * BATCH
@@ -202,7 +202,7 @@ def test_a_later_start_takes_the_smaller_size_and_says_so(tmp_path, capfd):
     assert_close(weights(tmp_path), by_hand(Tight(), settings(tmp_path)))
 
 
-def test_a_sample_that_does_not_fit_ends_the_run_and_so_does_any_step_without_the_flag(tmp_path):
+def test_sample_that_does_not_fit_ends_the_run(tmp_path):
     with refuses(LockstepError, "rank 0", name_settings("--micro-batch-size 1"), "step 4"):
         lockstep.train(smaller(tmp_path / "a", micro_batch_size=1), Tight({24: 0}))
     with refuses(LockstepError, "rank 0", "2.50 GiB"):
@@ -248,7 +248,7 @@ class Streamed(Tight):
         (None, {"batch_tokens": 64}, name_settings("--batch-tokens")),
     ],
 )
-def test_where_halves_are_another_training_it_is_refused_before_anything_is_written(tmp_path, task, changes, named):
+def test_unsplittable_training_is_refused_before_writing(tmp_path, task, changes, named):
     with refuses(ConfigError, named) as caught:
         lockstep.train(smaller(tmp_path, **changes), task or Tight())
     assert "on_oom" in str(caught.value).replace("-", "_") or isinstance(task, Unlike)
@@ -273,7 +273,7 @@ def tried(world, folder):
     return set(task.sizes)
 
 
-def test_a_trial_that_does_not_fit_on_one_rank_starts_all_with_the_smaller_size(tmp_path):
+def test_trial_too_large_on_one_rank_restarts_all_smaller(tmp_path):
     assert run(tried, 2, tmp_path) == [{2}, {2}]
     names(*cuts(tmp_path), "rank 1", "trial", "--micro-batch-size 4")
     assert_close(weights(tmp_path), by_hand(Tight(), settings(tmp_path)))
@@ -283,7 +283,7 @@ def alone(world, folder):
     lockstep.train(smaller(folder), Tight({4: 2} if world.rank else {}), world)
 
 
-def test_without_a_launcher_the_run_ends_and_the_same_start_goes_on_with_the_size_that_is_recorded(tmp_path):
+def test_without_a_launcher_the_next_start_takes_the_new_size(tmp_path):
     with pytest.raises(RankError) as caught:
         run(alone, 2, tmp_path)
     assert caught.value.rank == 1

@@ -183,7 +183,7 @@ def test_what_no_cut_can_compute_is_refused_on_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("micro", [0, 5])
-def test_a_run_on_one_rank_that_goes_on_on_two_and_back_is_the_plain_loop(tmp_path, capfd, micro):
+def test_run_on_one_two_and_one_rank_is_the_plain_loop(tmp_path, capfd, micro):
     """At the defaults each start cuts for its own ranks; a size that was chosen stays."""
     kinds, sizes = ("Plain", "Sum"), []
     for ranks, stop in ((1, 1), (2, 3), (1, 0)):
@@ -200,7 +200,7 @@ def test_a_run_on_one_rank_that_goes_on_on_two_and_back_is_the_plain_loop(tmp_pa
     assert said.count(line) == (0 if micro else len(kinds))
 
 
-def test_a_run_whose_loss_was_never_proved_goes_on_where_it_needs_no_proof(tmp_path):
+def test_run_with_an_unproved_loss_resumes_if_no_proof_is_needed(tmp_path):
     """On two ranks it is refused, and on one it is the plain loop still."""
     run(trained, 1, tmp_path, [("Contrastive", "r", {"stop_at": 2})])
     before = checkpoint.newest(tmp_path / "r", say=print)
@@ -245,7 +245,7 @@ def samples_of(world, folder, counts):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_tail_of_an_epoch_has_the_same_samples_on_any_number_of_ranks(tmp_path, ranks):
+def test_tail_of_an_epoch_has_the_same_samples_on_any_ranks(tmp_path, ranks):
     """A last sample alone is left out for BatchNorm; nothing else is."""
     counts = (21, 22, 26)
     wanted = [[[*range(10)], [*range(10, 20)]] + [[*range(20, count)]] * (count > 21) for count in counts]

@@ -69,7 +69,7 @@ def refusal(change, flags):
         ({"task": "U"}, "", ["T (now U)"], ["--task T"]),
     ],
 )
-def test_a_refused_resume_names_each_setting_as_typed_and_its_way_out(change, flags, named, unnamed):
+def test_refused_resume_names_each_setting_and_its_way_out(change, flags, named, unnamed):
     line = refusal(change, flags)
     assert "runs/r" in line
     assert "\n" not in line
@@ -78,7 +78,7 @@ def test_a_refused_resume_names_each_setting_as_typed_and_its_way_out(change, fl
     assert not [word for word in unnamed if word in line]
 
 
-def test_a_smaller_micro_batch_of_a_loss_that_adds_up_needs_no_flag():
+def test_smaller_micro_batch_of_an_additive_loss_needs_no_flag():
     before, flags = PLAN | {"micro_batch_size": 4}, ["--micro-batch-size", "2"]
     asked = cli.parse(flags)
     (line,) = check_plan(Path("runs/r"), before, before | {"micro_batch_size": 2}, asked, asked, is_additive=True)

@@ -88,7 +88,7 @@ def go(world, folder, leave_at=None, changes=None):
     return rates, mark(folder)
 
 
-def test_the_rate_falls_on_every_rank_alike_and_a_resume_goes_on_with_it(tmp_path):
+def test_rate_falls_alike_on_every_rank_and_resumes(tmp_path):
     rates, whole = go(None, tmp_path / "whole")
     assert rates == pytest.approx(RATES)
     found = run(go, 2, tmp_path / "ranks")
@@ -112,7 +112,7 @@ def test_a_resume_goes_on_with_the_cooldown(tmp_path):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_evaluation_that_was_made_after_its_checkpoint_counts_once(tmp_path, known):
+def test_evaluation_after_its_checkpoint_counts_once(tmp_path, known):
     """The save comes before the evaluation: what that decided is known by evaluated.json, or it is made again."""
     changes = {"ckpt_freq": 2}
     whole = go(None, tmp_path / "whole", changes=changes)

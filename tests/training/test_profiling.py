@@ -77,7 +77,7 @@ def test_the_first_and_the_last_steps_too(tmp_path, steps, taken):
     assert json.loads((folder / "verdict.json").read_text())["steps"] == taken
 
 
-def test_a_run_that_stops_within_the_steps_and_one_that_resumes_there(tmp_path):
+def test_run_that_stops_or_resumes_within_the_profiled_steps(tmp_path):
     wanted = go(None, config(tmp_path / "plain"))
     settings = traced(tmp_path, "5:8")
     go(None, dataclasses.replace(settings, stop_at=6))
@@ -97,7 +97,7 @@ def test_a_resume_behind_the_steps_leaves_their_traces_alone(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_steps_past_the_runs_end_are_refused_before_anything_is_written(tmp_path):
+def test_steps_past_the_end_are_refused_before_writing(tmp_path):
     with pytest.raises(ConfigError, match="12 steps"):
         go(None, traced(tmp_path, "10:13"))
     assert not (tmp_path / "r").exists()
@@ -161,7 +161,7 @@ def test_probes_leave_threads_and_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_a_loader_process_would_hand_over_is_tried_without_one():
+def test_handover_by_a_loader_process_is_timed_without_one():
     row = torch.zeros(4)
     assert 0.0 < handover_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
     assert handover_ms("no tensor") < 1.0
@@ -191,7 +191,7 @@ class Fails(Ragged):
         return super().loss(model, batch)
 
 
-def test_a_run_that_fails_within_the_steps_leaves_no_profiler_behind(tmp_path):
+def test_run_failing_in_the_profiled_steps_leaves_no_profiler(tmp_path):
     with pytest.raises(ValueError, match="enough"):
         go(None, traced(tmp_path), Fails(dropout=0.1))
     assert not torch.autograd._profiler_enabled()
@@ -263,7 +263,7 @@ def test_a_slow_loader_is_named(tmp_path):
     assert verdict["parts"]["data"] > 200
 
 
-def test_the_clock_marks_the_parts_in_their_order_and_measures_as_before():
+def test_clock_marks_parts_in_order_and_measures_as_before():
     clock = MarkingClock(HostClock())
     laps = ("data", "forward", "backward/alone", "forward", "backward", "audit", "data", "update", "data")
 

@@ -102,7 +102,7 @@ def raw(weights, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_losses_are_those_of_transformers_and_peft_and_the_base_stays(tmp_path, weights, data, bits):
+def test_losses_match_transformers_and_peft_and_the_base_stays(tmp_path, weights, data, bits):
     import peft
 
     config = settings(tmp_path, weights, data, bits)
@@ -253,7 +253,7 @@ def test_a_model_that_the_task_quantized(tmp_path):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_exported_adapters_and_the_merged_model_compute_what_the_run_does(tmp_path, weights, data, bits):
+def test_exported_adapters_and_merged_model_match_the_run(tmp_path, weights, data, bits):
     import peft
     from transformers import AutoModelForCausalLM
 

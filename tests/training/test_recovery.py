@@ -76,11 +76,11 @@ def test_whose_state_all_take_over(taken, best):
         ((-1, 7, 7, 7), []),
     ],
 )
-def test_of_states_in_two_parts_the_step_is_the_last_of_which_both_are_there(steps, best):
+def test_last_step_with_both_parts_is_chosen(steps, best):
     assert recovery._sources(called(**{str(rank): (step, -1) for rank, step in enumerate(steps)}), 2) == best
 
 
-def test_a_loss_is_survived_where_other_ranks_have_the_states_and_an_update_is_made_without_them():
+def test_loss_is_survived_where_other_ranks_have_the_states():
     def why(name, optimizer=None, **options):
         return explain_no_replica(name, EngineOptions(**options), optimizer)
 
@@ -144,11 +144,11 @@ def parts_handed_out(world):
     return {name: local_of(tensor).tolist() for name, tensor in found.items()}
 
 
-def test_the_parts_of_a_state_come_to_those_who_have_the_same_part():
+def test_parts_of_a_state_come_from_ranks_with_the_same_part():
     even, odd = ({"model/flag": [10 * r] * 3, "model/rows": [[float(r)] * 3] * n} for r, n in ((2, 2), (3, 1)))
     assert run(parts_handed_out, 4) == [even, odd, even, odd]
 
 
 @pytest.mark.parametrize("together", [1 << 26, 40])
-def test_the_state_of_one_rank_comes_to_all_whatever_it_is_made_of(together):
+def test_state_of_one_rank_reaches_all_whatever_it_contains(together):
     assert run(handed_out, 2, together) == [True, True]

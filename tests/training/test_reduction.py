@@ -283,7 +283,7 @@ class DeclaredMicroBatch(InBatchNegatives):
     reduction = "micro-batch"
 
 
-def test_a_loss_of_micro_batches_by_themselves_takes_the_whole_batch_by_default(tmp_path, capsys):
+def test_non_additive_loss_takes_the_whole_batch_by_default(tmp_path, capsys):
     whole = trained(None, tmp_path / "whole", DeclaredMicroBatch(), micro_batch_size=0)
     assert_equal(whole, plain(InBatchNegatives(), 16))
     trained(None, tmp_path / "parts", DeclaredMicroBatch(), micro_batch_size=4)  # not checked
@@ -299,7 +299,7 @@ def test_a_resume_knows_what_was_found(tmp_path, monkeypatch):
     assert_equal(trained(None, tmp_path / "parts", GradientPenalty(), eval_freq=1), straight)
 
 
-def test_an_evaluation_of_a_loss_with_gradients_of_its_own_is_that_of_the_whole_set(tmp_path):
+def test_evaluation_of_a_loss_with_gradients_is_of_the_whole_set(tmp_path):
     run_ = lockstep.Run(config(tmp_path, max_steps=1, eval_freq=1), GradientPenalty())
     found = run_().evaluation.loss
     task = GradientPenalty()
@@ -452,7 +452,7 @@ def collective_in_loss(world, folder):
     return [trained(world, folder / "ddp", Gathered(), engine="ddp")[0].sum().item()]
 
 
-def test_a_collective_in_the_loss_is_refused_where_a_run_must_be_exact(tmp_path):
+def test_collective_in_the_loss_is_refused_under_exact(tmp_path):
     first, second = run(collective_in_loss, 2, tmp_path)
     assert first == second
 

@@ -75,7 +75,7 @@ def test_it_is_pure_and_idempotent_and_leaves_nothing_open(config, facts):
     assert found.run_plan.step_plan.steps >= facts.start.min_steps
 
 
-def test_batchnorm_stays_open_in_the_plan_but_keeps_what_a_run_was_started_with():
+def test_batchnorm_stays_open_in_the_plan_but_keeps_the_runs():
     facts = Facts(StartFacts(), "general", False, True, 500, 500)
     assert resolve(Config(), facts).config.batchnorm == "auto"
     for stored, wanted in (("replay", "replay"), ("auto", "auto")):

@@ -87,7 +87,7 @@ def test_the_written_config_is_one_that_config_reads(tmp_path):
 BUILTIN = {"model_name", "dataset_name", "seq_len", "tokenizer", "preset", "model.dropout", "data.text_column"}
 
 
-def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_path):
+def test_built_in_tasks_fields_are_not_written_for_a_custom_task(tmp_path):
     """But for what was changed. The run resumes, loads and exports as ever, and another value is told on a resume."""
     model = {"dropout": 0.25}  # such as a task may be made from
     common = {"model": model, "ckpt_freq": 2, "max_steps": 4}
@@ -226,7 +226,7 @@ class Listed(Ragged):
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_another_batch_size_on_the_way_leaves_no_sample_out_and_takes_none_twice(tmp_path, epochs):
+def test_changed_batch_size_skips_and_repeats_no_sample(tmp_path, epochs):
     task = Listed(108)
     common = {"max_steps": 0, "num_epochs": epochs, "micro_batch_size": 4}
     assert go(None, config(tmp_path, **common, stop_at=3), task)[0] == [0, 1, 2]
@@ -244,7 +244,7 @@ def test_another_batch_size_on_the_way_leaves_no_sample_out_and_takes_none_twice
     assert go(None, config(tmp_path, **common, batch_size=4), task) == ([], 0)
 
 
-def test_another_batch_size_that_makes_epochs_of_other_samples_is_refused_by_name(tmp_path):
+def test_batch_size_that_changes_epochs_is_refused_by_name(tmp_path):
     common = {"max_steps": 0, "num_epochs": 3, "micro_batch_size": 4}
     assert go(None, config(tmp_path, **common, limit_train_batches=3, stop_at=2), Listed(108))[0] == [0, 1]
     smaller = {**common, "batch_size": 4, "resume_anyway": True}
@@ -256,7 +256,7 @@ def test_another_batch_size_that_makes_epochs_of_other_samples_is_refused_by_nam
     assert len(set(task.seen)) == 8
 
 
-def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
+def test_corrupt_newest_checkpoint_is_named_and_passed_over(tmp_path, capsys):
     go(None, config(tmp_path), leave_at=7)
     shard = next((tmp_path / "r" / "checkpoints" / "step-00000007").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -296,7 +296,7 @@ class Gap(Ragged):
         return rows
 
 
-def test_a_step_without_a_label_stops_neither_a_run_nor_its_resume(tmp_path):
+def test_step_without_a_label_stops_neither_run_nor_resume(tmp_path):
     """Its gradient is zero; a run that ended before it goes on as one that did not end."""
     assert go(None, config(tmp_path, experiment_name="whole"), Gap()) == (list(range(12)), 0)
     assert go(None, config(tmp_path), Gap(), leave_at=3) == (list(range(3)), None)
@@ -352,7 +352,7 @@ class Graph(Ragged):
         return model
 
 
-def test_what_no_checkpoint_can_keep_is_refused_before_anything_is_written(tmp_path):
+def test_what_no_checkpoint_can_hold_is_refused_before_writing(tmp_path):
     with pytest.raises(CheckpointError, match="'graph' cannot be stored in a checkpoint: it has no dense values"):
         go(None, config(tmp_path), Graph())
     assert list(tmp_path.iterdir()) == []
@@ -369,7 +369,7 @@ class Asked(Ragged):
         return 1.0
 
 
-def test_its_own_schedule_is_asked_for_the_steps_of_the_plan_alone(tmp_path):
+def test_custom_schedule_is_asked_only_for_planned_steps(tmp_path):
     task = Asked()
     built = build(config(tmp_path, max_steps=5), task, World(), resume=False)
     assert (built.start, built.last_step, built.run_plan.step_plan.steps) == (0, 5, 5)
@@ -455,7 +455,7 @@ class Told(Three):
     items_per_sample = 3
 
 
-def test_a_task_that_says_its_items_is_trained_like_one_that_counts_them(tmp_path):
+def test_task_that_declares_items_trains_like_one_that_counts(tmp_path):
     """Also in the last step, which is short."""
     for name, task in (("counted", Three(samples=42)), ("said", Told(samples=42))):
         go(None, config(tmp_path, experiment_name=name, max_steps=0, num_epochs=1), task)

@@ -165,7 +165,7 @@ def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     assert meter.seconds == {"steps": 0.014, "data": 0.004, "exchange": 0.0, "saves": 0.5}  # but for the first window
 
 
-def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path):
+def test_evaluations_come_after_the_right_steps_and_numbers(tmp_path):
     go(None, settings(tmp_path, eval_freq=4), Task(wanted=-1.0))
     found = [r for r in records(tmp_path) if "evaluation/loss" in r]
     assert [r["global_step"] for r in found] == [4, 8, 11]
@@ -176,7 +176,7 @@ def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path)
         assert record["evaluation/mean"] == 3.0
 
 
-def test_who_ends_gives_a_save_its_time_but_for_a_lost_rank_which_it_cannot_end_without():
+def test_end_waits_for_a_save_but_not_for_a_lost_rank():
     given = []
     recorder = SimpleNamespace(
         saver=SimpleNamespace(abandon=lambda seconds, leave: given.append((seconds, leave))),
@@ -193,7 +193,7 @@ def test_who_ends_gives_a_save_its_time_but_for_a_lost_rank_which_it_cannot_end_
     assert given[4:] == [(600.0, True), (0.2, False)]  # the groups are handed out
 
 
-def test_without_a_frequency_the_evaluation_comes_at_the_end_alone(tmp_path):
+def test_without_a_frequency_evaluation_comes_only_at_the_end(tmp_path):
     go(None, settings(tmp_path, stop_at=7), Task())
     assert not [r for r in records(tmp_path) if "evaluation/loss" in r]
     go(None, settings(tmp_path), Task())
@@ -204,7 +204,7 @@ def by_loss(step, loss):
     return {"step": step, "loss": loss, "metric": "loss", "value": loss}
 
 
-def test_the_best_of_twelve_is_kept_though_it_is_not_among_the_newest(tmp_path):
+def test_best_of_twelve_is_kept_outside_the_newest(tmp_path):
     """The point passes the wanted place after its fourth step and goes on."""
     wanted = by_hand(12)[3][3]
     keep = Checkpoint(keep=2)
@@ -240,7 +240,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
     assert state_of(tmp_path)["best"] == by_loss(4, pytest.approx(4.0))
 
 
-def test_each_checkpoint_has_the_state_of_its_own_step_though_the_writer_is_slow(tmp_path, monkeypatch):
+def test_each_checkpoint_has_its_own_step_with_a_slow_writer(tmp_path, monkeypatch):
     write = checkpoint.write_share
 
     def slow(*given, **named):
@@ -468,7 +468,7 @@ def test_the_folder_tells_how_a_start_ended(tmp_path):
     assert ended() == ("finished", 0, 11)
 
 
-def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, monkeypatch):
+def test_evaluations_and_saves_pause_the_clock_and_are_shown(tmp_path, monkeypatch):
     """The hang watch must not take an evaluation for a hang, nor the rate count it."""
     paused, phases = [], []
     pause, at = Meter.pause, Progress.at
@@ -506,7 +506,7 @@ def test_the_memory_of_this_process_is_counted_in_bytes(monkeypatch, tmp_path, p
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGTERM, 75, "ended by a signal"), (signal.SIGINT, 130, "interrupted")]
 )
-def test_a_run_that_a_signal_ends_saves_the_present_step_and_says_so(tmp_path, capsys, monkeypatch, number, code, word):
+def test_run_ended_by_a_signal_saves_the_step_and_says_so(tmp_path, capsys, monkeypatch, number, code, word):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     run, steps = lockstep.Run(settings(tmp_path), Task()), 0
     with contextlib.suppress(KeyboardInterrupt):

@@ -43,12 +43,12 @@ def waits_of_a_step(folder, free):
     return sum(line.startswith("stream 0 waits for event") for line in asked)
 
 
-def test_the_device_waits_for_the_copies_of_states_only_where_it_has_no_room(tmp_path):
+def test_device_waits_for_state_copies_only_without_room(tmp_path):
     assert waits_of_a_step(tmp_path / "a", 1 << 20) == waits_of_a_step(tmp_path / "b", 1 << 39) + 1
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_the_computing_stream_copies_to_the_host_only_where_the_device_has_no_room(tmp_path, room):
+def test_computing_stream_copies_to_host_only_without_room(tmp_path, room):
     with FakeCuda(fast=False) as cuda:
         cuda.free = 1 << (39 if room else 20)
         parameters, computing, copies, waits = second_save(tmp_path / "cuda", cuda)

@@ -31,7 +31,7 @@ def started(world, folder):
     return found
 
 
-def test_a_rank_that_does_not_see_the_run_s_folder_is_named_before_anything_is_trained(tmp_path):
+def test_rank_that_does_not_see_the_runs_folder_is_named_early(tmp_path):
     for new, resumed, other, again in run(started, 2, tmp_path):
         assert (new, again) == (2, 4)
         for said, path in ((resumed, "a/runs/r"), (other, "b/runs/r")):
@@ -53,7 +53,7 @@ def read_only(world, folder):
     return "", False
 
 
-def test_a_node_that_may_not_write_is_named_before_anything_is_written(tmp_path):
+def test_node_that_may_not_write_is_named_before_writing(tmp_path):
     for said, shared in run(read_only, 2, tmp_path):
         assert shared  # it is none of rank 0's own
         assert names(said, "rank 1", socket.gethostname(), tmp_path, "--save-dir")

@@ -82,7 +82,7 @@ def refused(world, folder, changes):
         ),
     ],
 )
-def test_shares_that_cannot_be_are_one_line_and_nothing_is_written(changes, line, tmp_path):
+def test_impossible_shares_are_one_line_before_writing(changes, line, tmp_path):
     if "must be" in line:  # here of the field, on the command line of the flag
         with pytest.raises(ConfigError, match=re.escape(line)):
             settings(tmp_path, "no", **changes)

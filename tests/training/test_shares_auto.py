@@ -137,7 +137,7 @@ def disagreeing(world, folder):
     return ""
 
 
-def test_ranks_whose_work_differs_are_told_before_they_train_on_it(tmp_path):
+def test_ranks_with_unequal_work_are_told_before_training(tmp_path):
     for said in run(disagreeing, 2, tmp_path):
         assert said.startswith("--shares auto: the ranks disagree on the shares of the coming steps; the task's `work`")
 

@@ -108,7 +108,7 @@ def mix(world, folder, changes, lengths=UNEVEN):
     return lockstep.train(config(folder, **changes), Mixed(lengths), world).global_step
 
 
-def test_a_mixture_has_the_same_bits_on_more_ranks_and_after_a_resume(tmp_path):
+def test_mixture_is_bitwise_on_more_ranks_and_after_a_resume(tmp_path):
     run(mix, 1, tmp_path / "one", EXACT)
     run(mix, 3, tmp_path / "two", EXACT | {"stop_at": 7, "data": Data(workers=1)})
     with refuses(ResumeError, "parts") as caught:
@@ -160,7 +160,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("task", "changes", "kind", "words"), BAD, ids=[each[3] for each in BAD])
-def test_what_a_stream_cannot_have_is_one_line_and_nothing_is_written(tmp_path, task, changes, kind, words):
+def test_what_a_stream_cannot_have_is_one_line_before_writing(tmp_path, task, changes, kind, words):
     with refuses(kind, words) as caught:
         lockstep.train(config(tmp_path, **changes), task)
     assert "\n" not in str(caught.value)
@@ -176,7 +176,7 @@ def test_what_a_stream_cannot_have_is_one_line_and_nothing_is_written(tmp_path, 
         ({}, [*UNEVEN, 5], "parts 8 (now 9)"),
     ],
 )
-def test_a_resume_that_divides_the_stream_in_another_way_is_refused(started, changes, lengths, words):
+def test_resume_that_divides_the_stream_otherwise_is_refused(started, changes, lengths, words):
     for anyway in (False, True):
         with refuses(ResumeError, words.partition(" (")[0].split()[-1]) as caught:
             lockstep.train(config(started, **changes, resume_anyway=anyway), Streamed(lengths))
@@ -276,7 +276,7 @@ def shaken_train(world, folder, changes, lengths):
     return train(world, folder, changes, lengths)
 
 
-def test_shares_that_change_at_the_ends_of_epochs_lose_and_double_nothing(tmp_path):
+def test_shares_changing_at_epoch_ends_lose_and_double_nothing(tmp_path):
     """Epochs of two to four steps, and turns without samples, which were divided for another step."""
     lengths, changes = [3, 1, 6, 2, 0, 5, 1, 9], EXACT | {"max_steps": 40, "engine": "ddp"}
     run(train, 1, tmp_path / "one", changes | {"engine": "single"}, lengths)

@@ -117,7 +117,7 @@ def test_a_count_that_is_no_positive_number_is_refused(tmp_path, what):
     assert "`count`" in refused(tmp_path, Broken(what), UsageError)
 
 
-def test_a_method_that_raises_is_named_with_the_line_of_the_users_code(tmp_path):
+def test_method_that_raises_is_named_with_the_users_line(tmp_path):
     line = r"`loss` failed at the first micro-batch, before step 1: KeyError: 'none' \(test_task_check.py:\d+\)"
     assert re.search(line, refused(tmp_path, Broken("raises"), DataError))
     line = r"`metrics` failed at .*: IndexError: list index out of range \(test_task_check.py:\d+\)"
@@ -311,7 +311,7 @@ class Explained(Ragged):
 
 
 @pytest.mark.filterwarnings("ignore:No .*samples in targets:UserWarning")
-def test_a_metric_that_a_single_micro_batch_cannot_serve_is_healthy(tmp_path):
+def test_metric_that_needs_more_than_one_micro_batch_is_healthy(tmp_path):
     task = Explained()
     run = lockstep.Run(config(tmp_path, max_steps=1, eval_freq=1, eval_micro_batch_size=1), task)
     evaluation = run().evaluation
@@ -466,7 +466,7 @@ def damaged(world, folder):
     return type(caught.value), str(caught.value)
 
 
-def test_a_sample_of_the_trial_that_cannot_be_loaded_is_named_on_all_ranks(tmp_path):
+def test_unloadable_trial_sample_is_named_on_all_ranks(tmp_path):
     """Not taken for a collation that refuses half a micro-batch."""
     for kind, told in run(damaged, 2, tmp_path):
         assert issubclass(kind, DataError)
@@ -523,7 +523,7 @@ class Large(Ragged):
         return super().loss(model, batch)
 
 
-def test_memory_that_ends_in_the_first_forward_blames_what_is_held(tmp_path):
+def test_out_of_memory_in_the_first_forward_names_what_is_held(tmp_path):
     with pytest.raises(LockstepError, match="--micro-batch-size") as caught:
         first(tmp_path, Large())
     assert "not built yet" not in str(caught.value)

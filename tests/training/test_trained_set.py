@@ -110,7 +110,7 @@ def every(world, exact):
     }
 
 
-@pytest.mark.parametrize(("ranks", "exact"), [(2, True), (3, True), (2, False)])
+@pytest.mark.parametrize(("ranks", "exact"), [pytest.param(2, True, marks=pytest.mark.slow), (3, True), (2, False)])
 def test_so_it_does_in_every_engine_on_any_number_of_ranks(ranks, exact):
     wanted = {case: by_engine(World(), "single", case[0], PLANS[case[1]], exact)[0].tolist() for case in CASES}
     for found in run(every, ranks, exact):
@@ -120,7 +120,7 @@ def test_so_it_does_in_every_engine_on_any_number_of_ranks(ranks, exact):
             torch.testing.assert_close(mine, wanted[tuple(case)], rtol=0, atol=1e-12)
 
 
-def test_averages_and_the_loss_scale_go_on_and_a_new_average_begins_at_the_weights():
+def test_averages_and_loss_scale_continue_and_new_ones_begin():
     plan = {3: "24", 6: "4"}
     _, made = by_engine(World(), "single", "momentum", plan, exact=False, ema=0.9, loss_scaling=True)
     state = made.state_dict()
@@ -145,7 +145,7 @@ def test_averages_and_the_loss_scale_go_on_and_a_new_average_begins_at_the_weigh
     torch.testing.assert_close(frozen, {f"average/{name}": each for name, each in averages.items()})
 
 
-def test_an_optimizer_that_was_given_takes_groups_and_its_scheduler_goes_on():
+def test_given_optimizer_takes_groups_and_keeps_its_scheduler():
     def train(steps_of):
         model = network()
         optimizer = OPTIMIZERS["momentum"](trained(model))
@@ -175,7 +175,7 @@ def test_an_optimizer_that_was_given_takes_groups_and_its_scheduler_goes_on():
     torch.testing.assert_close(train(ours), train(plain), rtol=0, atol=1e-12)
 
 
-def test_what_no_optimizer_takes_and_what_cannot_change_is_refused_by_name(monkeypatch):
+def test_parameters_that_cannot_change_are_refused_by_name(monkeypatch):
     model = network()
     made = engine("single", model, OPTIMIZERS["adamw"](trained(model)), World())
     step_of(made, World(), 0)
@@ -204,7 +204,7 @@ def apart(world, name, layers):
 
 
 @pytest.mark.parametrize(("name", "layers"), [("ddp", ["4", "24"]), ("zero", ["24", "4"]), ("ddp", ["024", "24"])])
-def test_ranks_that_change_apart_end_in_a_line_that_names_parameters(name, layers):
+def test_ranks_that_change_apart_end_with_parameter_names(name, layers):
     with pytest.raises(RankError, match=r"(unfroze [02]\.weight)"):
         run(apart, 2, name, layers, timeout=40.0)
 
@@ -304,7 +304,7 @@ def go(world, folder, name, task, engine_name, stops, ema=0.0, **changes):
 
 
 @pytest.mark.parametrize("task", [Mine, Own, OwnAll, Hooked])
-def test_a_resume_before_at_and_after_a_change_is_the_undisturbed_run(tmp_path, task):
+def test_resume_around_a_change_is_the_undisturbed_run(tmp_path, task):
     wanted = go(World(), tmp_path, "whole", task, "single", [0], 0.9)
     for stops in ([2, 3, 4, 0], [6, 7, 0], [3, 8, 9, 0]):
         assert go(World(), tmp_path, "-".join(map(str, stops)), task, "single", stops, 0.9) == wanted, stops

@@ -395,7 +395,7 @@ def marks_on(task, start=0, others=False):
         return marks_of(model, task, call, (lambda: other_weights(model)) if others else None)
 
 
-def test_what_a_loss_remembers_is_named_and_what_it_only_notes_is_not():
+def test_what_a_loss_remembers_is_named_unlike_what_it_notes():
     task = Remembering()
     found = marks_on(task)
     assert sorted(found) == REMEMBERED
@@ -450,7 +450,7 @@ class Centred(Kept):
         return loss
 
 
-def test_what_step_loss_writes_is_allowed_with_exact_and_is_that_of_a_plain_loop(tmp_path):
+def test_step_loss_writes_are_allowed_with_exact_as_in_a_loop(tmp_path):
     task = Centred()
     model = task.model()
     optimizer = task.optimizer(model, None)

@@ -61,7 +61,7 @@ def test_one_process_is_one_graph_over_the_step(task, micro, tmp_path):
 CASES = [("Contrastive", {"dropout": 0.2, "norm": True}), ("ContrastiveRows", {"dropout": 0.2}), ("Dice", {})]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 7])
 def test_the_same_bits_on_any_number_of_ranks(ranks, tmp_path):
     """7 micro-batches, and a short last step: on 7 ranks each has one, and keeps its graph."""
     one = [(*case, f"one-{case[0]}", {"engine": "single", "max_steps": 0, "num_epochs": 1}) for case in CASES]
@@ -117,7 +117,7 @@ def hopped(world, folder, task):
     return checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
 
 
-def test_a_resume_on_other_ranks_and_unequal_shares_are_the_same_run(tmp_path):
+def test_resume_on_other_ranks_and_shares_is_the_same_run(tmp_path):
     [[wanted, *_]] = trained(
         lockstep.World(), tmp_path, [("ContrastiveRows", {"dropout": 0.1}, "one", {"engine": "single"})]
     )
@@ -138,7 +138,7 @@ class Planted(tasks.Contrastive):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_is_not_finite_is_left_out_and_its_micro_batch_is_named(ranks, tmp_path):
+def test_not_finite_step_is_skipped_and_its_micro_batch_named(ranks, tmp_path):
     given = tmp_path, "planted", {"guards": {"nonfinite": "skip"}, "log_freq": 1, "exact": False}
     losses, parameters = skipped(lockstep.World(), *given) if ranks == 1 else run(skipped, ranks, *given)[0]
     wanted, teacher = tasks.oracle(tasks.Contrastive(), 3, RATE, left_out=1)

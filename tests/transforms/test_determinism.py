@@ -180,7 +180,7 @@ class Same(Ragged):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_training_after_an_exact_one_is_as_if_it_had_never_been(tmp_path):
+def test_training_after_an_exact_one_is_unaffected(tmp_path):
     before, exact, plain, opened_exact, opened_plain = run(trained_twice, 1, str(tmp_path))[0]
     assert before == plain == opened_plain
     assert exact["deterministic"]
@@ -228,7 +228,7 @@ def of_a_new_process(code, **variables):
 
 
 @pytest.mark.parametrize(("variables", "value"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
-def test_importing_lockstep_sets_the_workspace_of_cublas_and_loads_no_torch(variables, value):
+def test_import_sets_the_cublas_workspace_and_loads_no_torch(variables, value):
     code = "import lockstep, os, sys; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
     assert of_a_new_process(code, **variables) == f"{value} False"
 
@@ -263,7 +263,7 @@ def test_exact_tries_cublas_once_under_its_switches(before):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_exact_is_refused_where_cublas_began_without_its_workspace(before):
+def test_exact_is_refused_if_cublas_started_without_workspace(before):
     found, after, seen, error = run(tried, 1, "workspace", before)[0]
     assert error.startswith("ConfigError: ")
     assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in error

@@ -105,17 +105,25 @@ CHANGES = {
     "exact": {"exact": True},
     "bf16": {"precision": "bf16"},
 }
+# Of `make test-full` alone.
+MORE_WHOLE = ("plain", "selective", "exact", "bf16")
+MORE_BLOCKS = ("plain", "recomputed", "selective", "bf16")
 
 
 @pytest.mark.parametrize(
     ("scope", "graphs", "changes"),
     [
-        *(pytest.param("whole", 1, changes, id=f"{name}-whole") for name, changes in CHANGES.items()),
-        *(pytest.param("blocks", 2, changes, id=f"{name}-blocks") for name, changes in CHANGES.items()),
-        pytest.param("auto", 2, {}, id="plain-auto"),
+        pytest.param("whole", 1, CHANGES["recomputed"], id="recomputed-whole"),
+        pytest.param("blocks", 2, CHANGES["exact"], id="exact-blocks"),
+        *(pytest.param("whole", 1, CHANGES[name], id=f"{name}-whole", marks=pytest.mark.slow) for name in MORE_WHOLE),
+        *(
+            pytest.param("blocks", 2, CHANGES[name], id=f"{name}-blocks", marks=pytest.mark.slow)
+            for name in MORE_BLOCKS
+        ),
+        pytest.param("auto", 2, {}, id="plain-auto", marks=pytest.mark.slow),
     ],
 )
-def test_one_training_makes_its_graphs_once_and_has_the_loss_in_one_of_them(tmp_path, scope, graphs, changes):
+def test_training_compiles_once_with_its_loss_in_a_graph(tmp_path, scope, graphs, changes):
     """Over changing items, accumulation, a short micro-batch, evaluations and a sample of text."""
     wanted, loss = trained(tmp_path, language(), "eager", **changes)
     found, own, seen = counted_run(tmp_path, language(), compile_scope=scope, **changes)
@@ -128,7 +136,7 @@ def test_one_training_makes_its_graphs_once_and_has_the_loss_in_one_of_them(tmp_
     assert own == pytest.approx(loss, rel=close)
 
 
-@pytest.mark.parametrize("scope", ["whole", "blocks"])
+@pytest.mark.parametrize("scope", ["whole", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_chunks_of_the_loss_are_compiled_too(tmp_path, scope):
     wanted, loss = trained(tmp_path, language(loss_chunk=5), "eager")
     found, own, seen = counted_run(tmp_path, language(loss_chunk=5), compile_scope=scope)
@@ -137,7 +145,7 @@ def test_chunks_of_the_loss_are_compiled_too(tmp_path, scope):
     assert own == pytest.approx(loss, rel=1e-12)
 
 
-def test_dropout_that_is_seeded_for_each_micro_batch_makes_no_graph_more(tmp_path):
+def test_dropout_seeded_by_micro_batch_adds_no_graph(tmp_path):
     _, _, seen = counted_run(tmp_path, language(dropout=0.2), compile_scope="whole", attention="math")
     assert (seen.captured, seen.breaks) == (1, 0)
 
@@ -151,7 +159,7 @@ def test_adapters_beside_a_compiled_loss(tmp_path):
     alike(found, wanted, 1e-5)
 
 
-def test_the_whole_of_an_own_model_has_its_loss_in_the_graph_where_its_forward_computes_it(tmp_path):
+def test_model_that_computes_its_loss_has_it_in_its_graph(tmp_path):
     _, _, seen = counted_run(tmp_path, Inside(), compile_scope="whole")
     assert (seen.captured, seen.breaks) == (1, 0)
     assert set(seen.operations(0)) >= CROSS_ENTROPY
@@ -201,13 +209,17 @@ def on_ranks(world, folder, cases):
     return found
 
 
-def test_ranks_compile_as_often_as_one_process_and_train_the_same(tmp_path):
+ON_RANKS = [("ddp", "whole", False), ("ddp", "blocks", True), ("zero", "whole", False), ("zero", "whole", True)]
+ON_RANKS += [("fsdp", "blocks", False), ("fsdp", "blocks", True)]
+
+
+@pytest.mark.parametrize(
+    "chosen", [[ON_RANKS[0], ON_RANKS[-1]], pytest.param(ON_RANKS[1:-1], marks=pytest.mark.slow)], ids=["two", "others"]
+)
+def test_ranks_compile_as_often_as_one_process_and_train_alike(tmp_path, chosen):
     cases = [
         (f"{engine}-{scope}-{exact}", {"engine": engine, "compile_scope": scope, "exact": exact})
-        for engine, scope, exact in (
-            *(("ddp", "whole", False), ("ddp", "blocks", True)),
-            *(("zero", "whole", False), ("zero", "whole", True), ("fsdp", "blocks", False), ("fsdp", "blocks", True)),
-        )
+        for engine, scope, exact in chosen
     ]
     first, second = run(on_ranks, 2, tmp_path, cases, timeout=300.0)
     _, wanted = trained(tmp_path, language(), "eager")
@@ -251,7 +263,7 @@ def test_a_text_is_written_by_eager_code():
         assert seen.captured == 1
 
 
-def test_only_a_micro_batch_that_is_short_of_samples_is_left_eager():
+def test_only_a_short_micro_batch_stays_eager():
     """Whatever came before it, on every rank and after a resume: the plan alone says so."""
     plan = StepPlan(8, 2, 29)
     places = [(step, index) for step in range(plan.steps) for index in range(plan.present(step))]
@@ -266,7 +278,7 @@ def test_only_a_micro_batch_that_is_short_of_samples_is_left_eager():
     assert seen.captured == 2  # the second without the rule
 
 
-def test_padded_batches_of_many_lengths_are_compiled_all_the_same(tmp_path):
+def test_padded_batches_of_many_lengths_are_compiled(tmp_path):
     """Each as torch sees fit; with --exact each shape by itself, whatever was seen before."""
 
     class Lengths(Ragged):
@@ -286,7 +298,7 @@ def test_a_resume_goes_on_with_the_same_bits(tmp_path):
     """Also where it begins with the short micro-batch, or with an evaluation of other shapes."""
     with counting.counted():
         lockstep.train(settings(tmp_path, "whole", compile=True, exact=True), language())
-    for stop in (1, 2, 3):
+    for stop in (2, 3):
         with counting.counted():
             lockstep.train(settings(tmp_path, "parted", compile=True, exact=True, stop_at=stop), language())
     with counting.counted():

@@ -100,7 +100,7 @@ def test_the_line_says_why_not_and_which_cudnn(monkeypatch):
         (AttentionFacts((9, 0), 91500, False), False, False),
     ],
 )
-def test_cudnn_may_be_asked_for_where_it_is_not_known_to_be_wrong(monkeypatch, facts, masked, refused):
+def test_cudnn_is_allowed_where_not_known_to_be_wrong(monkeypatch, facts, masked, refused):
     monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: 3)  # which has no kernel to choose on a CPU
     order = order_of(facts, masked=masked)
@@ -168,7 +168,7 @@ class Unmasked(Own):
 @pytest.mark.parametrize(
     ("task", "names"), [(Own, PLAIN), (Unmasked, ("cudnn", *PLAIN)), ("language", ("cudnn", *PLAIN))]
 )
-def test_cudnn_is_first_only_where_a_task_says_that_it_has_no_mask(monkeypatch, tmp_path, task, names, packing):
+def test_cudnn_is_first_only_where_a_task_says_it_has_no_mask(monkeypatch, tmp_path, task, names, packing):
     from test_graphs import language
 
     transforms, said = importlib.import_module("lockstep.transforms"), []
@@ -214,7 +214,7 @@ def outputs(residual, dtype=torch.float32, cast=True):
     return loss.detach().double(), [p.grad.double() for p in model.parameters()], set(seen)
 
 
-def test_a_residual_stream_in_bfloat16_is_float32s_within_its_rounding():
+def test_bfloat16_residual_stream_is_float32s_within_rounding():
     wanted, gradients, _ = outputs(None, torch.float64, cast=False)
     wide, narrow = outputs(None), outputs(torch.bfloat16)
     assert (wide[2], narrow[2]) == ({torch.float32}, {torch.bfloat16})

@@ -105,7 +105,7 @@ def test_it_is_what_one_would_write_by_hand_bit_for_bit(narrow, micro_batches):
         assert one.dtype is torch.float32
 
 
-def test_the_two_dtypes_of_gradients_differ_where_there_is_something_to_add():
+def test_gradient_dtypes_differ_when_something_is_added():
     wide, narrow = network(), network()
     by_engine(wide, False, 4, 2)
     by_engine(narrow, True, 4, 2)
@@ -125,7 +125,7 @@ def test_a_step_of_one_micro_batch_has_the_bits_of_a_run_without(tmp_path, narro
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_gradients_in_float32_have_the_bits_of_a_run_without_but_for_a_tied_table(tmp_path):
+def test_float32_gradients_are_bitwise_but_for_a_tied_table(tmp_path):
     """Whose two gradients are then added one by one; in exact mode they meet in each micro-batch, as without."""
     for exact in (False, True):
         wanted, _ = trained(tmp_path, language(), f"forward{exact}", precision="bf16", exact=exact)
@@ -152,7 +152,7 @@ def test_twenty_steps_are_those_of_a_run_without_within_rounding(tmp_path, narro
 
 
 @BOTH
-def test_copies_are_written_anew_before_they_are_used_and_used_nowhere_else(tmp_path, narrow):
+def test_copies_are_rewritten_before_use_and_used_nowhere_else(tmp_path, narrow):
     """Evaluations, averages, texts that are written and the body see none: here there is nothing but NaN in them."""
     same = {"optim": {"ema": 0.9}, "eval_freq": 1}
     wanted, loss = trained(tmp_path, language(), "kept", **given(narrow), **same)
@@ -180,7 +180,7 @@ def test_a_weight_that_the_body_changes_counts_in_the_next_step(tmp_path, narrow
 
 
 @BOTH
-def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(tmp_path, narrow):
+def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, narrow):
     lockstep.train(config(tmp_path, experiment_name="whole", **given(narrow)), language())
     lockstep.train(config(tmp_path, stop_at=5, **given(narrow)), language())
     lockstep.train(config(tmp_path, **given(narrow)), language())
@@ -242,7 +242,7 @@ def test_a_compiled_forward_casts_no_weight(tmp_path):
 # what has copies
 
 
-def test_torchs_own_linear_layers_and_what_a_model_names_have_copies_and_tied_ones_have_one():
+def test_linear_and_named_layers_have_copies_and_tied_ones_one():
     class Derived(nn.Linear):
         pass
 
@@ -289,7 +289,7 @@ def test_copies_serve_under_autocast_alone():
 
 
 @BOTH
-def test_a_layer_that_is_frozen_on_the_way_stays_and_goes_on_when_it_is_thawed(narrow):
+def test_layer_frozen_midway_stays_and_continues_when_thawed(narrow):
     seen = []
 
     def change(model, step):
@@ -322,7 +322,7 @@ def test_a_forward_without_a_backward_begins_no_step(narrow):
 
 
 @BOTH
-def test_a_weight_that_changes_between_two_micro_batches_counts_in_the_second(narrow):
+def test_weight_changed_between_micro_batches_counts_at_once(narrow):
     model, x = network(), rows(8)[0]
     made, seen = made_of(model, narrow), []
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_a_weight_that_changes_between_two_micro_batches_counts_in_the_second(na
 
 
 @BOTH
-def test_a_backward_outside_of_accumulate_may_compute_blocks_again(narrow):
+def test_backward_outside_accumulate_may_recompute_blocks(narrow):
     found, wanted, (x, y) = network(), network(), rows(8)
     checkpointed(found, "full", [found])
     for model in (found, wanted):
@@ -398,7 +398,7 @@ def test_a_dtype_of_gradients_alone_is_refused():
         lockstep.Config(grad_dtype="bf16", precision="bf16")
 
 
-def test_a_task_that_looks_at_gradients_on_the_way_has_them_in_float32(tmp_path):
+def test_task_reading_gradients_midway_has_them_in_float32(tmp_path):
     class Looking(Hooks):
         def __init__(self, task):
             self.task, self.seen = task, []
@@ -448,7 +448,7 @@ def test_a_hook_on_a_weights_gradient_is_refused(tmp_path, late):
         whole()
 
 
-def test_a_forward_that_writes_a_weight_that_it_multiplies_by_is_refused(tmp_path):
+def test_forward_that_writes_a_weight_it_uses_is_refused(tmp_path):
     def writing(model):
         @torch.no_grad()
         def shrink(layer, inputs):

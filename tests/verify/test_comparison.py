@@ -95,7 +95,7 @@ def test_each_stage_is_named(stage):
         (9, math.nan, 0.5, "evaluation", "loss"),
     ],
 )
-def test_other_kernels_in_an_evaluation_are_told_from_lost_samples(items, loss, metric, stage, where):
+def test_other_kernels_in_an_evaluation_are_no_lost_samples(items, loss, metric, stage, where):
     evaluation = {"step": 4, "loss": 1.0, "items": 9, "metrics": {"m": 0.5}}
     reference = {"rank": 0, "steps": [], "evaluation": evaluation}
     other = {"rank": 1, "resumed": [], "steps": [], "evaluation": {**evaluation, "items": items, "loss": loss}}
@@ -116,7 +116,7 @@ def test_of_several_differences_the_earliest_stage_is_named():
         assert traced(alter).stage == names[place]
 
 
-def test_a_wrong_rate_by_the_schedule_is_not_the_optimizers_fault():
+def test_wrong_rate_by_the_schedule_is_not_the_optimizers():
     def alter(step):
         ALTERED["schedule"](step)
         ALTERED["optimizer"](step)
@@ -124,7 +124,7 @@ def test_a_wrong_rate_by_the_schedule_is_not_the_optimizers_fault():
     assert traced(alter).stage == "schedule"
 
 
-def test_one_wrong_gradient_is_named_though_the_clipping_changes_all():
+def test_one_wrong_gradient_is_named_though_clipping_moves_all():
     true, wrong = {"a": 3.0, "b": 4.0, "c": 1.0}, {"a": 3.0, "b": 8.0, "c": 1.0}
     norms = [math.hypot(*gradients.values()) for gradients in (true, wrong)]
     clipped = {name: (wrong[name] / norms[1], true[name] / norms[0]) for name in true}
@@ -139,7 +139,7 @@ def test_one_wrong_gradient_is_named_though_the_clipping_changes_all():
     assert "before clipping it is off by 1 of its norm" in found.text
 
 
-def test_a_gradient_that_is_too_short_is_clipping_or_reduction_by_its_norm():
+def test_short_gradient_is_clipping_or_reduction_by_its_norm():
     def half(step):
         step["gradient"].update(first=WRONG, parts={"a": [0.25, 1.0, 0.5]})
 
@@ -159,7 +159,7 @@ def test_a_shard_counts_once_however_many_ranks_hold_it():
     assert first_difference(Traces({"rank": 0, "steps": [whole]}, ranks, EXACT)) is None
 
 
-def test_a_missing_or_doubled_micro_batch_is_a_difference_of_data():
+def test_missing_or_doubled_micro_batch_is_a_data_difference():
     found = traced(lambda step: step["slots"].append(dict(step["slots"][0])))
     assert (found.stage, found.where) == ("data", "micro-batches")
 
@@ -172,7 +172,7 @@ def test_the_evaluation_comes_last():
     assert (found.step, found.stage, found.where) == (4, "evaluation", "m")
 
 
-def test_ranks_that_should_hold_the_same_bits_are_compared_with_each_other():
+def test_ranks_that_should_be_bitwise_equal_are_compared():
     reference = {"rank": 0, "steps": [record()]}
     ranks = [copy.deepcopy(reference) | {"rank": rank, "resumed": []} for rank in (0, 1)]
     for rank in ranks:  # two ranks share the step; the micro-batch is the first one's
@@ -229,7 +229,7 @@ def test_of_a_complex_tensor_both_parts_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize("value", [-0.0, math.nan, math.inf])
-def test_a_sign_of_zero_and_what_is_not_finite_count_as_other_bits(tmp_path, value):
+def test_sign_of_zero_and_not_finite_numbers_count_as_bits(tmp_path, value):
     wanted = {"a": torch.zeros(2)}
     mine = {"a": torch.tensor([0.0, value])}
     assert held(tmp_path, mine, wanted)["first"]
@@ -261,7 +261,7 @@ def test_the_tolerance_grows_with_terms_and_steps_and_is_cut():
     assert not EXACT.close(3, 1.0, 1.0 + 2.0**-52)
 
 
-def test_a_cancelled_gradient_may_move_a_weight_by_its_rate_and_any_other_by_little():
+def test_cancelled_gradient_may_move_a_weight_by_its_rate():
     scales = Scales(norm=1.0, travel=0.1, beta2=0.95, eps=1e-8)
     tolerance = Tolerance(10, unit_roundoff("float32"), unit_roundoff("float32"))
     second = torch.tensor([1e-18, 1e-4]) * 0.05
@@ -310,7 +310,7 @@ def test_the_coarsest_dtype_is_seen():
     assert seen.name == "bfloat16"
 
 
-def test_a_log_of_operations_names_the_module_of_the_first_operation_that_differs():
+def test_operation_log_names_the_module_that_differs_first():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     lines = []
     for seed in (1, 2):

@@ -45,7 +45,7 @@ def test_bits_with_what_replays_and_recomputes(case):
     assert {row.verdict for row in table.rows} == {"equal"}, str(table)
 
 
-def test_whether_a_world_can_be_served_is_asked_of_the_micro_batch_that_the_run_has():
+def test_servable_world_depends_on_the_runs_micro_batch():
     """With BatchNorm it is another: 2 of 17 samples and not 17 of 2; of 6 samples at most 3 of 2."""
     asked = {"engines": ("ddp",), "steps": 2, "resume_at": 0}
     table = lockstep.verify(tasks.Images(), config(batch_size=34), world_sizes=(2,), **asked)
@@ -93,7 +93,7 @@ def _fingerprint(folder, step):
         pytest.param([("ddp", 5), ("zero", 3), ("fsdp", 2), ("single", 1)], marks=pytest.mark.slow),
     ],
 )
-def test_a_resume_between_engines_and_world_sizes_ends_with_the_same_bits(chain, tmp_path):
+def test_resume_between_engines_and_worlds_is_bitwise(chain, tmp_path):
     """Each stops in mid-epoch, and the next goes on."""
     task, steps = Ragged(samples=60, dropout=0.2), 2 * len(chain)
     settings = config(save_dir=str(tmp_path), max_steps=steps, eval_freq=0, ckpt_freq=0, experiment_name="whole")

@@ -122,7 +122,7 @@ def test_compiled_engines_have_the_bits_of_a_compiled_process(capfd):
     assert verdicts["ddp x1 compiled"] == verdicts["ddp x2 compiled"] == "equal"
 
 
-def test_a_model_that_is_bfloat16_throughout_is_no_clipping_mistake():
+def test_bfloat16_model_is_no_clipping_mistake():
     """Its gradients' norm, and the factor that clips them, have eight bits."""
     table = lockstep.verify(Ragged(samples=60), config(), engines=("ddp",), precision="bf16-true", **QUICK)
     assert table.ok, str(table)
@@ -136,7 +136,7 @@ class Rounded(Ragged):
         return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
 
 
-def test_what_the_model_itself_computes_in_bfloat16_is_held_to_its_rounding():
+def test_models_own_bfloat16_is_held_to_its_rounding():
     """Rounding to eight bits may go either way on a last bit that differs."""
     table = lockstep.verify(Rounded(60), config(), engines=("ddp",), world_sizes=(3,), steps=6)
     assert table.ok, str(table)
@@ -230,7 +230,7 @@ def test_a_counter_in_the_loss_is_named_as_what_it_is():
     assert not any("nondeterministic" in note for note in table.notes)
 
 
-def test_an_evaluation_that_is_not_deterministic_is_found_after_the_last_step():
+def test_nondeterministic_evaluation_is_found_at_the_end():
     table = lockstep.verify(tasks.Counting(samples=60), config(), engines=("ddp",), **QUICK)
     assert not table.ok
     assert "nondeterministic" in table.notes[0]
@@ -255,7 +255,7 @@ def test_a_fault_that_does_no_harm_is_said_to_have_done_none():
     assert "no difference" in table.notes[-1]
 
 
-def test_what_cannot_run_here_is_listed_and_skipped_only_if_asked():
+def test_what_cannot_run_is_listed_and_skipped_only_if_asked():
     asked = {"engines": ("ddp",), "world_sizes": (2, 3), "steps": 2, "resume_at": 0}
     two = config(exact=True, micro_batch_size=4)
     with pytest.raises(ConfigError, match="ddp x3 cannot run here: --exact .* 3 processes.*skip-unavailable"):
@@ -277,7 +277,7 @@ class Broken(Ragged):
         return super().loss(model, batch)
 
 
-def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_path, capsys, monkeypatch):
+def test_command_writes_a_certificate_and_compares_another_run(tmp_path, capsys, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text("from toys import Ragged\n\nclass Mine(Ragged):\n    pass\n")
     path = str(tmp_path / "certificate.json")
@@ -305,7 +305,7 @@ def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_p
     assert not list(Path.cwd().iterdir()), "only --out writes"
 
 
-def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path):
+def test_incomplete_certificate_and_flags_with_one_are_refused(tmp_path):
     path = tmp_path / "certificate.json"
     steps = {"steps": [{}, {}]}
     whole = dict.fromkeys(certificate._KEYS, "") | {

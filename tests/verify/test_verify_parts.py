@@ -66,7 +66,7 @@ def test_what_is_not_asked_for_is_the_same_in_python_as_by_flags():
     assert fields == arguments
 
 
-def test_the_precision_is_float64_where_all_engines_have_it_and_bits_are_not_asked_for():
+def test_precision_is_float64_if_all_engines_have_it():
     def precision(engines=(), asked="", **changes):
         return VerifyRequest(Config(**changes), engines=engines, precision=asked).resolved().config.precision
 
@@ -79,7 +79,7 @@ def test_the_precision_is_float64_where_all_engines_have_it_and_bits_are_not_ask
     assert not engines & {"deepspeed", "data-parallel"}, "they need a package, or GPUs"
 
 
-def test_a_row_tells_the_largest_difference_of_any_rank_after_the_last_step(monkeypatch):
+def test_row_has_the_largest_difference_of_any_rank_at_the_end(monkeypatch):
     monkeypatch.setattr(verification, "first_difference", lambda traces: None)
     monkeypatch.setattr(verification, "traces_of", lambda *given: None)
     made = verification.Verification(VerifyRequest(Config()), SimpleNamespace(folder=Path()))
@@ -131,7 +131,7 @@ def test_what_each_run_is_compared_with_and_how_closely(tmp_path, exact):
     assert spec(REFERENCE).resume == 4
 
 
-def test_tf32_and_the_terms_of_other_kernels_widen_what_is_allowed():
+def test_tf32_and_other_kernels_widen_the_tolerance():
     plain = Config(batch_size=8, micro_batch_size=2)
     assert tolerance_of(plain, 2, "float32", other_kernels=False) == Tolerance(6, 2.0**-24, 2.0**-24)
     tf32 = dataclasses.replace(plain, matmul_precision="high", device="cuda")
@@ -151,7 +151,7 @@ def test_scales_grow_with_the_largest_gradient_and_all_rates():
     assert found == [(3.0, 0.3, 0.9, 1e-6), (3.0, 0.3, 0.0, 1e-6), (3.0, 0.5, 0.0, 1e-6)]
 
 
-def test_a_drift_is_of_the_noise_over_eps_and_two_updates_at_most():
+def test_drift_is_of_noise_over_eps_and_two_updates_at_most():
     u, scales = 2.0**-24, Scales(norm=2.0, travel=0.1, beta2=0.9, eps=1e-3)
     assert Tolerance(10, u, u).drift(0, scales) == pytest.approx(0.1 * 2 * 4 * 10 * u * 2.0 / 1e-3)
     assert Tolerance(10, u, u).drift(1, scales) == pytest.approx(0.1 * 2 * (40 * u + u / 64) * 2.0 / 1e-3)
@@ -225,7 +225,7 @@ def differing(change, tolerance=EXACT, clip=0.0, drift=0.0):
     return first_difference(Traces(trace, [other], tolerance, clip, drift))
 
 
-def test_a_run_that_does_not_repeat_itself_is_told_from_one_that_is_wrong():
+def test_unrepeatable_run_is_told_from_a_wrong_one():
     """Only up to the step where it differs from the single process, and beyond what its sums may round to."""
     run = [{"rank": rank, "steps": [record(step) for step in range(3)], "evaluation": {"loss": 1.0}} for rank in (0, 1)]
     loose = Tolerance(10, 2.0**-24, 2.0**-24)
@@ -245,7 +245,7 @@ def test_a_run_that_does_not_repeat_itself_is_told_from_one_that_is_wrong():
     assert [repeats(run, other, step, loose) for step in (2, 3)] == [True, False]
 
 
-def test_an_items_share_of_the_loss_is_compared_whatever_the_dtype():
+def test_items_share_of_the_loss_is_compared_in_any_dtype():
     """It is a quotient of whole numbers: a loss averaged by rank is 18 % off, below what bfloat16 rounds to."""
     coarse, found = Tolerance(10, 2.0**-8, 2.0**-8), []
     for share in (0.25, 0.25 * 1.18, 0.25 * (1 + 1e-15)):
@@ -257,7 +257,7 @@ def test_an_items_share_of_the_loss_is_compared_whatever_the_dtype():
     assert [each and each.stage for each in found] == [None, "normalisation", None]
 
 
-def test_a_measured_rounding_takes_the_place_of_the_bound_and_never_passes_it():
+def test_measured_rounding_replaces_the_bound_below_it():
     measured = Tolerance(10, 2.0**-8, 2.0**-8, measured=(2e-3, 5e-3, 1e-3))
     bare = dataclasses.replace(measured, measured=())
     assert [measured.relative(step) for step in range(3)] == [8e-3, 20e-3, 20e-3]
@@ -272,7 +272,7 @@ def test_a_measured_rounding_takes_the_place_of_the_bound_and_never_passes_it():
     assert "in ;" not in dataclasses.replace(row, largest=(0.0, "")).text  # gradients differ, and no weight does
 
 
-def test_an_evaluation_may_drift_by_a_share_of_itself_and_one_more_but_not_lose_items():
+def test_evaluation_may_drift_slightly_but_not_lose_items():
     for loss, metric, items, found in ((1.19, 4.0, 9, None), (1.21, 4.0, 9, "loss"), (1.0, 4.49, 9, None),
                                        (1.0, 4.51, 9, "m"), (1.0, 4.0, 9.5, "items")):  # fmt: skip
         change = lambda _, e, to=(loss, metric, items): e.update(loss=to[0], metrics={"m": to[1]}, items=to[2])  # noqa: E731
@@ -318,7 +318,7 @@ def given(**changes):
 
 
 @pytest.mark.parametrize("kind", ["gradient", "weights"])
-def test_another_machines_tensors_are_held_against_a_certificate_by_digest_and_norm(kind):
+def test_another_machines_tensors_compare_by_digest_and_norm(kind):
     loose = Tolerance(10, 2.0**-24, 2.0**-24)
     limit = loose.relative(1) * 3.0
     for norm, digest, tolerance, found in (
@@ -343,7 +343,7 @@ def test_another_machines_tensors_are_held_against_a_certificate_by_digest_and_n
     assert not certificate._compare_step(other, given()["trace"]["steps"][1], loose)[kind]["equal"]
 
 
-def test_another_machine_is_known_by_versions_processor_and_first_device(monkeypatch):
+def test_machine_is_known_by_versions_processor_and_device(monkeypatch):
     here = {
         "versions": {"torch": "2"},
         "machine": {"cpu": "c", "hostname": "h"},
@@ -442,7 +442,7 @@ def test_an_update_too_many_is_counted(tmp_path):
     assert recorded(tmp_path, times=2)[0]["updates"] == 2
 
 
-def test_what_changed_since_the_last_step_is_named_tensor_by_tensor(tmp_path):
+def test_change_since_the_last_step_is_named_by_tensor(tmp_path):
     torch.manual_seed(0)
     fresh = recorded(tmp_path / "a")[1]
     start = {"weights": {}, "buffers": {}, "optimizer": {}, "held": {}}
@@ -516,7 +516,7 @@ def test_another_rate_comes_late_and_stays():
     assert [factor for _, factor in inner.heard] == [0.5, 0.505, 0.505, None]
 
 
-def test_the_planted_running_mean_is_batchnorms_in_the_models_own_dtype():
+def test_planted_running_mean_has_the_models_own_dtype():
     model = fault("local-batchnorm").task(Ragged(), context()).model()
     model.double()
     assert (

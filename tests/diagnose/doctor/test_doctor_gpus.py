@@ -162,7 +162,7 @@ def test_the_kernels_word_for_a_fault():
     assert nvml.kernel_log("/nonexistent") == ""
 
 
-def test_without_package_or_driver_a_line_says_what_would_be_looked_at(monkeypatch):
+def test_missing_package_or_driver_is_a_line_on_what_is_skipped(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoDriver, match="install the extra doctor of torch-lockstep"):
         read_gpus()

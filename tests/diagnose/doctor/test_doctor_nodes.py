@@ -34,7 +34,7 @@ def ended(process):
     return process.returncode, out, error
 
 
-def test_two_nodes_whose_names_lead_to_loopback_and_then_the_way_out(nodes, tmp_path):
+def test_two_nodes_resolving_to_loopback_and_the_way_out(nodes, tmp_path):
     for node in nodes:
         node.name_hosts("127.0.0.1 localhost node0 node1\n")
     one, other = [on_node(nodes, rank, tmp_path, GLOO_SOCKET_IFNAME="lo") for rank in (0, 1)]
@@ -52,7 +52,7 @@ def test_two_nodes_whose_names_lead_to_loopback_and_then_the_way_out(nodes, tmp_
     assert "ok    names           gloo uses 10.77.0.1 (wire)" in out
 
 
-def test_a_master_at_an_address_that_nobody_has_or_that_a_firewall_hides(nodes, tmp_path):
+def test_master_at_an_unknown_or_firewalled_address(nodes, tmp_path):
     nodes[1].ip("route", "add", "blackhole", "10.79.0.0/24")
     hidden = on_node(nodes, 1, tmp_path, master="10.79.0.1", wait=2)
     loop = on_node(nodes, 1, tmp_path, master="127.0.0.1", wait=2)

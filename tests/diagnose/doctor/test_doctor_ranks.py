@@ -215,7 +215,7 @@ def stuck(world):
     return [str(line) for line in lines], []
 
 
-def test_a_check_that_hangs_on_one_rank_is_that_checks_line_and_the_rest_goes_on():
+def test_check_that_hangs_on_one_rank_is_its_line_only():
     told, _ = lines_of(stuck)
     assert "FAIL  sum             rank 1 on node-1: timed out after 1 s" in told
     assert "look at the network" in told

@@ -157,7 +157,7 @@ def test_every_kind_of_tensor_is_found_where_it_lies():
     assert find_misplaced(Scaled(), Holding(), torch.ones(2), torch.device("cpu")) == []
 
 
-def test_a_criterion_and_a_parameter_elsewhere_are_faults_and_a_tasks_own_data_is_none():
+def test_criterion_and_parameter_on_another_device_are_faults():
     there = torch.device("meta")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     found = list(checked.judge_placement(find_misplaced(model, Holding(), (), there), there))
@@ -255,7 +255,7 @@ def test_memory_of_loader_processes_that_grows_with_each_sample(digits):
     assert growth("Even") == []
 
 
-def test_quick_samples_are_not_all_loaded_between_two_slow_readings(monkeypatch):
+def test_quick_samples_are_not_all_loaded_between_slow_ones(monkeypatch):
     readings = []
     monkeypatch.setattr(workers, "_own_memory", lambda: readings.append(time.sleep(0.05)) or 1.0)
     batches = type("Batches", (), {"__getitem__": lambda self, key: (None, 4.0)})()

@@ -19,7 +19,7 @@ def evaluated(saved, **options):
     return hand
 
 
-def test_a_save_of_what_was_evaluated_as_the_best_is_the_evaluations():
+def test_save_of_the_best_evaluation_belongs_to_the_evaluation():
     """No save is due, so that without the evaluation there would be none."""
     plain, saved = verdict(evaluated(0)), verdict(evaluated(20000))
     assert plain.bottleneck == saved.bottleneck == "evaluation"
@@ -37,7 +37,7 @@ def test_a_save_that_was_due_is_not_the_evaluations():
     assert "an evaluation every 1 steps takes 26.0 ms each time" in seldom.sentence
 
 
-def test_what_tracing_costs_in_the_steps_is_not_taken_from_an_evaluation():
+def test_tracing_cost_in_steps_is_not_taken_from_an_evaluation():
     """By what one event takes alone it is: 1,000 of them, 0.5 us each."""
     hand = evaluated(0)
     for mark in [event for event in hand.events if event["name"] == "lockstep:evaluate"]:
@@ -69,14 +69,14 @@ def test_who_sleeps_waits_for_no_core():
     assert parts["queued"] == pytest.approx(3.0)
 
 
-def test_the_queue_outside_of_the_steps_parts_is_taken_from_what_lies_there():
+def test_queue_outside_the_steps_parts_is_taken_from_there():
     found = verdict(evaluated(0), queued={"forward": 1.0}, usage={"queued": 6.0})
     assert found.parts["evaluation"] == pytest.approx(5.0)
     assert found.parts["queued"] == pytest.approx(6.0)
     assert found.parts["compute"] == pytest.approx(8.0)
 
 
-def test_an_exchange_finds_no_core_beside_a_backward_that_has_them_all():
+def test_exchange_finds_no_core_during_a_backward_on_all_cores():
     """15 of 16 buckets of an exchange of 5 ms, 3 of which a core works at it, could lie beside the backward."""
 
     def gain(cores, hosts):
@@ -118,7 +118,7 @@ def in_turns(rank, slower):
 
 
 @pytest.mark.parametrize("slower", [0, 1500])
-def test_ranks_that_are_late_in_turns_are_found_where_one_is_also_slower(slower):
+def test_ranks_late_in_turns_are_found_where_one_is_slower_too(slower):
     found = verdict(in_turns(0, slower), in_turns(1, slower))
     assert found.bottleneck == "imbalance", found.sentence
     assert "a different rank is late in each step" in found.sentence

@@ -100,7 +100,7 @@ def test_operations_are_counted_by_their_own_time():
     assert understood(hand.json).operations == found | {"aten::rare": [1, 2.0]}
 
 
-def test_the_table_of_operations_has_time_share_and_calls_of_a_step():
+def test_table_of_operations_has_time_share_and_calls_of_a_step():
     ranks = [{"a": [4, 8000.0], "b": [2, 1000.0]}, {"a": [4, 4000.0], "c": [2, 500.0]}]
     found = top(ranks, steps=2, step_ms=6.0)
     assert found == [("a", 3.0, 0.5, 2.0), ("b", 0.25, 0.25 / 6, 0.5), ("c", 0.125, 0.125 / 6, 0.5)]

@@ -159,7 +159,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("fails", ["", "1"])
-def test_an_interrupt_that_the_import_of_torch_has_lost_ends_the_command(script, monkeypatch, capfd, fails):
+def test_interrupt_lost_by_the_import_of_torch_ends_the_command(script, monkeypatch, capfd, fails):
     # As the C code of torch that imports numpy loses it, or as numpy's extension fails in place of it.
     (script / "torch.py").write_text(LOST_INTERRUPT)
     monkeypatch.setenv("FAILS", fails)

@@ -288,7 +288,7 @@ def test_the_parts_sum_to_the_step(name):
     assert min(found.parts.values()) >= 0
 
 
-def test_an_exchange_by_the_same_cores_is_not_hidden_by_smaller_buckets():
+def test_exchange_by_the_same_cores_is_not_hidden_by_buckets():
     """On a CPU the threads of gloo take the cores that the backward has."""
 
     def found(**about):
@@ -320,7 +320,7 @@ def test_what_tracing_takes_is_no_gain():
     assert fast.gain < slow.gain
 
 
-def test_by_how_much_longer_the_thread_computed_says_what_an_event_takes():
+def test_extra_thread_time_says_what_an_event_takes():
     hand = on_cpu(data=200, ops=1500, gaps=1500)
     least, known = verdict(hand, event_us=0.2), verdict(hand, tracing_ms=3.0)
     assert known.gain < least.gain

@@ -85,7 +85,7 @@ def test_sizes_are_ascending_numbers(text):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_one_line_before_anything_starts(monkeypatch, argv, line):
+def test_what_cannot_be_measured_is_one_line_before_any_start(monkeypatch, argv, line):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=re.escape(line)) as caught:
         cli.dispatch(["scale", *argv])
@@ -157,7 +157,7 @@ def test_a_runs_flags_win_over_the_given_ones(tmp_path):
     assert Config.from_args(asked(1, 2).train_flags(Setting(1, 16), "x", 0, windows=0)).stop_at == 2
 
 
-def test_one_rank_runs_without_a_launcher_unless_its_engine_needs_one():
+def test_one_rank_runs_without_a_launcher_unless_required():
     assert runs.command_of("auto", 1, ["--lr", "1"])[3:] == ["train", "--lr", "1"]
     for engine, ranks in (("auto", 2), ("zero", 1)):
         found = runs.command_of(engine, ranks, ["--lr", "1"])[3:]
@@ -173,7 +173,7 @@ def samples_of(rates, rounds=3, total=10.0, drift=(1.0, 0.9, 1.2)):
     ]
 
 
-def test_efficiency_is_of_the_same_round_and_beside_the_sources_bands():
+def test_efficiency_is_within_a_round_with_published_bands():
     rates = {Setting(1, 16): 100.0, Setting(2, 16): 180.0, Setting(4, 16): 200.0}
     request = asked(1, 2, 4, modes=(STRONG,))
     rows = rows_of(request, ALONE, samples_of(rates), {}, 2)
@@ -273,7 +273,7 @@ def test_a_slow_size_is_explained_by_the_parts_that_grew(measured, capsys, monke
     assert "grew: backward by 9 ms, forward by 2 ms; the backward includes the exchange" in said
 
 
-def test_on_shared_cores_only_what_grew_beyond_the_crowd_is_named():
+def test_shared_cores_name_only_growth_beyond_the_crowd():
     rates = {Setting(1, 16): 100.0, Setting(4, 64): 150.0}
     parts = {1: {"forward": 10.0, "backward": 20.0}, 4: {"forward": 20.0, "backward": 55.0}}  # four on two cores
     samples = [RunSample(setting, 0, [rate], 30.0, parts[setting.ranks]) for setting, rate in rates.items()]

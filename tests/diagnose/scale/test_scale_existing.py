@@ -60,7 +60,7 @@ def test_runs_of_several_nodes_are_compared(tmp_path, capsys):
     assert "gloo" not in notes
 
 
-def test_a_batch_that_grows_is_weak_and_two_runs_of_a_size_are_its_rounds(tmp_path, capsys):
+def test_growing_batch_is_weak_and_two_equal_runs_are_rounds(tmp_path, capsys):
     paths = [folder(tmp_path / "a", 2, 200.0, 64), folder(tmp_path / "b", 4, 380.0, 128)]
     paths.append(folder(tmp_path / "c", 4, 390.0, 128))
     found = printed(capsys, *paths)

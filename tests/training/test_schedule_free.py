@@ -135,7 +135,7 @@ def check(losses, wanted):
     assert losses == pytest.approx({step: loss for step, (_, loss) in wanted.items()}, rel=1e-12)
 
 
-def test_evaluations_the_best_load_export_and_the_end_have_the_weights_for_evaluation(tmp_path):
+def test_evaluation_best_load_and_export_have_evaluation_weights(tmp_path):
     wanted = by_hand()
     begun, losses = trained(tmp_path / "whole")
     check(losses, wanted)

@@ -147,7 +147,7 @@ def all_trained(world, folder, kinds):
     return [trained(world, folder, kind, {}) for kind in kinds]
 
 
-def test_they_train_as_a_plain_loop_over_the_whole_batch_with_the_same_bits_on_any_ranks(tmp_path):
+def test_items_train_as_a_whole_batch_loop_bitwise_on_any_ranks(tmp_path):
     torch.set_num_threads(1)
     kinds = [kind for kind, _ in _CASES]
     alone = all_trained(World(), tmp_path, kinds)
@@ -175,7 +175,7 @@ class Odd(WeightedCount):
 
 
 @pytest.mark.parametrize(("value", "name"), [(-1, "-1"), (math.nan, "nan"), (math.inf, "inf"), (True, "True")])
-def test_each_micro_batch_is_counted_and_what_is_no_count_is_named(tmp_path, monkeypatch, value, name):
+def test_each_micro_batch_is_counted_and_a_bad_count_is_named(tmp_path, monkeypatch, value, name):
     monkeypatch.setattr(Odd, "value", value)
     monkeypatch.setattr(Odd, "seen", 0)
     with pytest.raises(DataError, match=rf"`count` returned {name} at rank 0, step \d, samples \d"):
@@ -200,7 +200,7 @@ class Declared(NonesMean):
     items_per_sample = 1
 
 
-def test_a_collate_that_leaves_samples_out_against_its_word_is_named_with_both_numbers(tmp_path):
+def test_collate_that_drops_samples_undeclared_is_named(tmp_path):
     with pytest.raises(DataError, match=r"items_per_sample is 1, .*`collate` .*\d of 4 samples"):
         trained(World(), tmp_path, Declared, {})
 

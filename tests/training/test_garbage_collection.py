@@ -67,7 +67,7 @@ def ends(run):
 
 
 @pytest.mark.parametrize("way", [ends, leaves, fails])
-def test_what_stays_is_not_visited_in_the_loop_and_can_be_freed_after_it(tmp_path, way):
+def test_lasting_objects_are_frozen_in_the_loop_and_freed_after(tmp_path, way):
     found = []
 
     def steps(run):

@@ -89,7 +89,7 @@ def unlike(world, folder):
     return found
 
 
-def test_what_was_made_before_the_run_is_rank_0s_with_every_engine(tmp_path):
+def test_objects_made_before_the_run_are_rank_0s_on_every_engine(tmp_path):
     before = torch.get_num_threads()
     try:
         alone = {kind: trained(tmp_path / f"alone-{kind}", kind, 5, exact=True) for kind in ("whole", "part")}

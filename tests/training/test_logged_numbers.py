@@ -173,7 +173,7 @@ def test_numbers_on_a_device_that_answers_late(tmp_path, monkeypatch):
     assert late == there
 
 
-def test_a_step_whose_loss_is_not_finite_is_left_out_with_its_numbers(tmp_path):
+def test_not_finite_step_is_skipped_with_its_numbers(tmp_path):
     class Bad(Parts):
         calls = 0
 

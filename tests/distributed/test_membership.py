@@ -46,7 +46,7 @@ def _counted(world, folder, port, exact):
     return counts, mark(Path(folder), "plain") == mark(Path(folder), "member")
 
 
-def test_the_healthy_path_has_as_many_collectives_and_the_same_bits(tmp_path):
+def test_healthy_path_has_the_same_collectives_and_bits(tmp_path):
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for exact in (True, False):
         for counts, same in run(_counted, 2, str(tmp_path / str(exact)), store.port, exact):

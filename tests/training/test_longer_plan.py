@@ -20,7 +20,7 @@ def go(folder, **changes):
     return taken(config(folder, log_freq=1, **changes), Ragged())[0]
 
 
-def test_a_finished_run_trains_on_as_if_its_plan_had_been_so_long_from_there(tmp_path, capsys):
+def test_finished_run_extends_as_if_planned_so_from_there(tmp_path, capsys):
     settings = {"max_steps": 6, "optim": {"schedule": "linear", "warmup_steps": 2, "floor": 0.0}}
     assert go(tmp_path, **settings) == list(range(6))
     assert go(tmp_path, **settings) == []
@@ -40,7 +40,7 @@ def test_a_finished_run_trains_on_as_if_its_plan_had_been_so_long_from_there(tmp
     assert mark(whole) == parted
 
 
-def test_without_a_schedule_it_is_the_run_that_was_so_long_from_the_start(tmp_path):
+def test_without_a_schedule_extension_equals_a_longer_run(tmp_path):
     settings = {"optim": {"schedule": "constant", "warmup_steps": 1}}
     go(tmp_path / "parts", max_steps=4, **settings)
     with pytest.raises(
@@ -56,7 +56,7 @@ FILE = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 6, 
 FILE["scheduler"]["params"] |= {"warmup_num_steps": 2, "warmup_max_lr": 0.01}
 
 
-def test_the_length_of_the_plan_that_a_deepspeed_file_names_is_the_one_before(tmp_path, monkeypatch):
+def test_plan_length_in_a_deepspeed_file_is_the_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.training.build.read_json", lambda path: FILE)
     settings = {"max_steps": 6, "lr": 0.01, "optim": {"schedule": "linear", "warmup_steps": 2, "floor": 0.0}}
     assert go(tmp_path, **settings) == list(range(6))

@@ -32,7 +32,7 @@ OWNER = "process {} on {}, started 2026-01-01T00:00:00+0000\n"
         ((4194305, socket.gethostname()), ""),  # no such process
     ],
 )
-def test_a_lock_without_flock_says_how_to_clear_it_where_its_owner_cannot_be_asked(tmp_path, monkeypatch, owner, words):
+def test_lock_without_flock_says_how_to_clear_it(tmp_path, monkeypatch, owner, words):
     monkeypatch.setattr(fcntl, "flock", refused)
     path = tmp_path / "run.lock"
     path.write_text(OWNER.format(*owner))

@@ -78,7 +78,7 @@ def undisturbed(folder):
     return inspected(folder / "whole" / "default")
 
 
-def test_a_second_lost_rank_restarts_both_nodes_with_the_same_bits(tmp_path):
+def test_second_lost_rank_restarts_both_nodes_bitwise(tmp_path):
     """The first is replaced, while the others go on; then --max-losses is reached."""
     port, train = free_port(), training(tmp_path, "out")
     more = environment(VICTIMS="1:10 0:10")  # in step 5, and again five steps after the restart

@@ -28,13 +28,13 @@ class Store:
         return all(key in self.held or ("/at/" not in key and time.monotonic() >= self.when) for key in keys)
 
 
-def test_who_waits_for_the_others_asks_now_and_then_where_they_stand():
+def test_waiting_rank_asks_now_and_then_where_others_are():
     store = Store(after=1.2, places=("7 step 8 a", "7 step 8 b"))
     assert all_do(Heartbeats(store, "k", 2), "stop", 7, lambda: 30.0)
     assert store.asked == 2  # for all ranks, after half a second and after one
 
 
-def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monkeypatch):
+def test_rank_gets_two_requests_of_a_second_to_have_moved_on(monkeypatch):
     clock = SimpleNamespace(now=50.0)
 
     def sleep(seconds):
@@ -55,7 +55,7 @@ def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monke
     assert waited_for(Heartbeats(store, "k", 2), 7) == [1]
 
 
-def test_a_rank_that_went_on_is_seen_by_its_place_and_one_that_is_silent_after_patience():
+def test_passing_rank_is_seen_and_a_silent_one_after_patience():
     began = time.monotonic()
     assert not all_do(
         Heartbeats(Store(after=60.0, places=("7 step 8 a", "9 step 10 b")), "k", 2), "stop", 7, lambda: 30.0

@@ -58,7 +58,7 @@ def one_a_channel(world, settings, task):
     ("norm", "shape", "size"),
     [(nn.BatchNorm1d(4), (4,), 2), (nn.BatchNorm1d(4), (4, 1), 1), (nn.BatchNorm2d(4), (4, 1, 1), 1)],
 )
-def test_a_batchnorm_that_gets_one_value_a_channel_is_named_before_step_1(tmp_path, norm, shape, size):
+def test_batchnorm_with_one_value_a_channel_is_named_early(tmp_path, norm, shape, size):
     task = Channels(nn.Identity(), norm, shape=shape)
     settings = config(tmp_path, batch_size=4, micro_batch_size=1, max_steps=3)
     run(one_a_channel, size, settings, task)

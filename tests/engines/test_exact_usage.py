@@ -62,7 +62,7 @@ def test_what_is_read_at_once_waits_in_each_step(alone):
         assert {name: waits for name, (_, waits) in found.items()} == dict.fromkeys(PATTERNS, ["tolist"] * STEPS)
 
 
-def test_late_numbers_give_the_same_bits_and_are_waited_for_where_one_is_missing_for_the_first_time(alone):
+def test_late_usage_is_bitwise_and_awaited_when_first_missing(alone):
     first, second = run(_trained, 2, True)
     for found in (first, second):
         assert {name: state for name, (state, _) in found.items()} == alone

@@ -92,7 +92,7 @@ def evaluated(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_numbers_are_those_that_the_run_recorded_to_the_last_bit(place, capsys):
+def test_numbers_are_bitwise_those_that_the_run_recorded(place, capsys):
     for name, steps in (("mine", (3, 6, 12)), ("gpt", (6, 12))):
         known = recorded(place / name)
         for step in steps:
@@ -166,7 +166,7 @@ def texts(capsys, *argv):
     return capsys.readouterr().out
 
 
-def test_the_same_seed_writes_the_same_text_alone_and_beside_others(place, capsys, monkeypatch):
+def test_same_seed_writes_the_same_text_alone_and_in_a_batch(place, capsys, monkeypatch):
     run, short = place / "gpt", ["--max-tokens", "12"]
     first, second = ((texts(capsys, run, *short, "--prompt", text)) for text in ("def f", "return"))
     assert first.startswith("def f")

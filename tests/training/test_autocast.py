@@ -167,7 +167,7 @@ def test_a_teachers_forward_leaves_no_casts_without_a_graph(tmp_path):
     assert all(not torch.equal(value, net().state_dict()[name]) for name, value in found[1].items())
 
 
-def test_a_forward_without_a_graph_clears_the_casts_of_the_context_around_it(monkeypatch):
+def test_graphless_forward_clears_the_outer_contexts_casts(monkeypatch):
     cleared = []
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(torch.is_grad_enabled()))
     model = precision.autocast(net(), torch.bfloat16, "cpu")
@@ -321,7 +321,7 @@ def test_the_penalty_is_a_term_of_the_loss(tmp_path):
         torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6)
 
 
-def test_a_loss_in_half_precision_is_one_line_and_counts_as_float32(tmp_path, capsys):
+def test_half_precision_loss_is_one_line_and_counts_as_float32(tmp_path, capsys):
     def rough(model, x, y):
         return distances(model, x.to(model[0].weight.dtype), y).bfloat16()
 
@@ -342,7 +342,7 @@ def test_a_loss_in_half_precision_is_one_line_and_counts_as_float32(tmp_path, ca
 # no trace on the object
 
 
-def test_a_second_run_in_another_precision_and_no_trace_on_the_object(tmp_path):
+def test_second_run_in_another_precision_leaves_no_trace(tmp_path):
     task = Watched()
     before = set(vars(task))
     trained(tmp_path, task, "bf16")

@@ -52,7 +52,7 @@ def test_a_zip_in_the_place_of_tensors_is_not_opened(tmp_path):
     assert checkpoint.newest(tmp_path / "run", say=lambda line: None) is None
 
 
-def test_a_task_in_a_config_is_a_class_in_a_file_and_no_function_of_a_module(tmp_path):
+def test_task_in_a_config_is_a_class_in_a_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('task = "os:system"')
     with pytest.raises(ConfigError, match="--task 'os:system': no such file"):

@@ -265,7 +265,7 @@ def halves(world, name, folder):
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero", "fsdp"])
-def test_a_buffer_that_the_forward_moves_is_the_same_on_all_ranks(name, tmp_path):
+def test_buffer_moved_by_the_forward_is_equal_on_all_ranks(name, tmp_path):
     """The guard against replicas that differ looks after every step here, and finds nothing."""
     one, two = run(halves, 2, name, str(tmp_path), timeout=90.0)
     assert one == two
@@ -354,7 +354,7 @@ def test_a_group_that_is_added_later_is_clipped_and_cleared(exact):
     assert before - model[1].weight.item() == pytest.approx(2 * 1.0, rel=1e-6)
 
 
-def test_what_is_unfrozen_later_is_refused_where_it_is_not_exchanged():
+def test_late_unfreezing_is_refused_where_not_exchanged():
     optimizer = {}
 
     def make(held):
@@ -386,7 +386,7 @@ def uneven(world, kind, count):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_another_number_of_micro_batches_than_the_tree_has_is_refused(kind):
+def test_number_of_micro_batches_unlike_the_trees_is_refused(kind):
     line = "exact_micro_batches gives this rank 4 micro-batches a step, and this step had 3; for a shorter step"
     assert all(line in said for said in run(uneven, 2, kind, 3))
     assert run(uneven, 2, kind, 4) == ["", ""]
@@ -490,7 +490,7 @@ class Anchored(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * (parameter.grad + 0.1 * (parameter - state["anchor"])))
 
 
-def test_to_ask_for_the_state_before_the_first_step_changes_nothing():
+def test_asking_for_state_before_step_1_changes_nothing():
     found = []
     for asked in (False, True):
         model, made = made_with(lambda held: Anchored(held.parameters()))

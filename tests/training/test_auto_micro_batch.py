@@ -35,7 +35,7 @@ def test_where_the_default_fits_it_stays_open():
 
 
 @pytest.mark.parametrize(("gib", "asked_of"), [(80, 0), (8, 1)])
-def test_where_a_bound_shows_that_the_default_fits_nobody_is_asked(monkeypatch, gib, asked_of):
+def test_nobody_is_asked_when_a_bound_shows_the_default_fits(monkeypatch, gib, asked_of):
     lines, asked_for = [], []
     monkeypatch.setattr(defaults, "_device_memory", lambda device: float(gib << 30))
     monkeypatch.setattr(defaults, "plan_micro_batch", lambda *given: asked_for.append(given) or 0)
@@ -63,7 +63,7 @@ def test_nobody_is_asked_on_a_cpu():
         ({}, None, StartFacts(checkpoint=CheckpointFacts(plan={"batch_size": 32}))),
     ],
 )
-def test_nobody_is_asked_for_a_given_size_for_an_object_or_for_a_resume(monkeypatch, given, task, start):
+def test_nobody_is_asked_for_given_sizes_objects_or_resumes(monkeypatch, given, task, start):
     monkeypatch.setattr(build, "find_largest_micro_batch", never)
     found = build._add_device_memory(
         Config(batch_size=64, precision="float32", compile=False, **given), start, World(), task

@@ -61,7 +61,7 @@ def test_the_records_are_those_of_a_cpu(tmp_path):
     assert own(found) == own(read(tmp_path / "cpu" / "r" / "metrics.jsonl"))
 
 
-def test_what_the_loops_body_asks_for_is_waited_for_once_and_right(tmp_path):
+def test_values_read_in_the_body_are_awaited_once(tmp_path):
     given = {"max_steps": 4, "ckpt_freq": 0, "precision": "float32", "compile": False, "exact": True}
     task, found = Ragged(dropout=0.1, dtype=torch.float32), {}
     for name, world in (("cpu", World()), ("cuda", World(device=DEVICE))):
@@ -113,7 +113,7 @@ class Planted(Ragged):
 
 def test_what_a_task_waits_for_is_found_with_its_line(tmp_path):
     waits = watched(tmp_path, Planted(dtype=torch.float32))[0]
-    assert {(wait.file, wait.function) for wait in waits} == {("training/test_waits.py", "loss")}
+    assert {(wait.file, wait.function) for wait in waits} == {("training/test_host_waits.py", "loss")}
     lines = [(wait.line.removeprefix("assert "), wait.what) for wait in waits]
     assert len(lines) == 8 * 4 * len(WATCHED)
     assert dict.fromkeys(lines).keys() == {

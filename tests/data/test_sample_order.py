@@ -51,7 +51,7 @@ def test_any_slicing_gives_the_same_stream(size, seed, cuts):
 
 
 @pytest.mark.parametrize("size", [10, 100, 1000])
-def test_every_epoch_has_every_sample_once_in_an_order_of_its_own(size):
+def test_every_epoch_has_every_sample_once_in_its_own_order(size):
     epochs, samples = Shuffled(size, seed=1).at(0, 5 * size)
     assert np.array_equal(epochs, np.repeat(np.arange(5), size))
     rows = samples.reshape(5, size)

@@ -78,7 +78,7 @@ def read_alone(world, folder):
             print(step.loss)
 
 
-def test_a_loss_that_one_rank_reads_alone_is_named_within_seconds(tmp_path):
+def test_loss_read_on_one_rank_alone_is_named_within_seconds(tmp_path):
     with pytest.raises(RankError):
         run(read_alone, 2, tmp_path)
     said = "".join(path.read_text() for path in (tmp_path / "r" / "logs").glob("*.log"))
@@ -93,7 +93,7 @@ def stopping(world, folder, who):
     return session.status, session.result.global_step, session.result.exit_code
 
 
-def test_stop_saves_and_ends_after_the_present_step_on_any_number_of_ranks(tmp_path):
+def test_stop_saves_and_ends_after_the_step_on_any_ranks(tmp_path):
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         assert run(stopping, ranks, folder, None) == [("stopped", 3, 0)] * ranks
@@ -229,7 +229,7 @@ def test_a_run_is_a_context_with_a_model_before_its_first_step(tmp_path):
         session.__enter__()
 
 
-def test_a_run_whose_loop_is_not_entered_is_stopped_and_one_that_is_over_has_what_it_learnt(tmp_path):
+def test_unentered_run_is_stopped_and_an_ended_one_has_results(tmp_path):
     with lockstep.Run(config(tmp_path), task()) as session:
         pass
     assert (session.status, session.result.global_step) == ("stopped", 0)
@@ -336,7 +336,7 @@ class Seen(lockstep.Task):
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_the_first_loss_is_that_of_a_script_with_the_same_seed_and_batch(tmp_path, seed):
+def test_first_loss_is_that_of_a_script_with_the_same_seed(tmp_path, seed):
     own = Seen()
     settings = config(tmp_path, seed=seed, batch_size=4, micro_batch_size=4, max_steps=1, precision="float32")
     (found,) = [step.loss for step in lockstep.Run(settings, own)]
@@ -361,7 +361,7 @@ def half_own(world, folder, engine, stop_at=0):
     return mark(folder)
 
 
-def test_the_momentum_cycles_in_the_steps_that_are_left_to_the_cycle(tmp_path):
+def test_momentum_cycles_in_the_remaining_steps_of_the_cycle(tmp_path):
     whole = half_own(None, tmp_path / "whole", "single")
     own, steps = Now(), 10
     torch.manual_seed(0)
@@ -461,7 +461,7 @@ def test_an_own_optimizer_goes_with_every_engine(tmp_path, engine):
         ("schedule", lambda self, step, steps: "no", ("'no'", "schedule(0, 6)")),
     ],
 )
-def test_a_mistake_in_optimizer_or_schedule_is_one_line_before_anything_is_written(tmp_path, method, value, cause):
+def test_mistake_in_optimizer_or_schedule_is_refused_early(tmp_path, method, value, cause):
     wrong = type("Wrong", (Ragged,), {method: value})(dtype=torch.float32)
     with refuses(UsageError, f"`{method}`", *cause) as caught:
         lockstep.train(config(tmp_path), wrong)
@@ -490,7 +490,7 @@ def killed_before_the_evaluation(world, folder):
     lockstep.train(config(folder, checkpoint=lockstep.Checkpoint(mode="sync")), task(), world)
 
 
-def test_an_evaluation_that_a_kill_prevented_is_made_by_the_next_start(tmp_path):
+def test_evaluation_prevented_by_a_kill_is_made_by_the_next(tmp_path):
     torch.set_num_threads(1)  # as the process below has
     whole = lockstep.train(config(tmp_path, experiment_name="whole"), task())
     with pytest.raises(RankError):
@@ -553,7 +553,7 @@ def convolved(world, folder, workers):
     return found, state, session.result.evaluation
 
 
-def test_an_own_network_with_batchnorm_loader_processes_own_sgd_and_schedule(tmp_path):
+def test_own_batchnorm_network_with_loaders_sgd_and_schedule(tmp_path):
     [alone] = run(convolved, 1, tmp_path / "alone", 0)
     assert len(alone[0]) == 10  # 4 x 37 samples: nine steps of 16, and one of 4
     assert [rate for *_, rate in alone[0]] == pytest.approx([0.1 * max(0.05, 1 - abs(1 - k / 5)) for k in range(10)])
@@ -569,7 +569,7 @@ def test_a_stop_in_the_last_step_is_the_plans_end(tmp_path):
     assert (session.status, session.result.exit_code) == ("finished", 0)
 
 
-def test_an_error_in_the_body_is_saved_and_the_summary_is_shown_once(tmp_path, capsys):
+def test_error_in_the_body_is_saved_and_the_summary_shown_once(tmp_path, capsys):
     session = lockstep.Run(config(tmp_path), task())
 
     def body():

@@ -99,7 +99,7 @@ class Branching(lockstep.Task):
         return model(batch).square().sum()
 
 
-def test_exact_serves_parameters_that_some_micro_batches_do_not_use():
+def test_exact_serves_parameters_unused_by_some_micro_batches():
     alone = fit(World(), Branching(), exact=True)
     torch.use_deterministic_algorithms(False)
     assert run(_fit, 2, Branching(), 8, 1, True) == [alone] * 2
@@ -122,7 +122,7 @@ def test_a_restored_engine_goes_on_as_if_never_stopped():
         close(found, whole, 1e-12)
 
 
-def test_a_fresh_engine_has_all_names_of_its_state_and_is_unchanged_by_asking():
+def test_fresh_engine_has_all_state_names_and_stays_unchanged():
     made, _ = parts(World(), Ragged())
     weights = [p.detach().clone() for p in made.model.parameters()]
     state = made.state_dict()
@@ -255,7 +255,7 @@ def _together(world, fault):
     return "", "", done + world.gather(world.rank)
 
 
-def test_deferred_agreements_raise_on_all_ranks_at_the_next_gather_in_order():
+def test_deferred_agreements_raise_on_all_ranks_in_order():
     assert run(_together, 3, "") == [("", "", ["first", "second", "gathered", "third", 0, 1, 2])] * 3
     for fault, last in (("first", "second"), ("second", "second"), ("third", "third")):
         for rank, (kind, text, done) in enumerate(run(_together, 3, fault)):

@@ -35,8 +35,8 @@ def _raised(error: BaseException) -> BaseException:
 @pytest.mark.parametrize(
     ("error", "begins"),
     [
-        (ValueError("bad sample 17\nmore"), "ValueError: bad sample 17 (test_ends.py:"),
-        (RuntimeError(), "RuntimeError (test_ends.py:"),
+        (ValueError("bad sample 17\nmore"), "ValueError: bad sample 17 (test_failure_messages.py:"),
+        (RuntimeError(), "RuntimeError (test_failure_messages.py:"),
         (_Mute(), "_Mute: "),
         (
             ExceptionGroup("several", [KeyError("a"), OSError("b")]),
@@ -48,10 +48,10 @@ def test_an_error_is_one_line_with_its_own_class_and_place(error: BaseException,
     line = error_line(_raised(error))
     assert line.startswith(begins)
     assert "\n" not in line
-    assert "test_ends.py:" in line
+    assert "test_failure_messages.py:" in line
 
 
-def test_a_traceback_begins_with_the_users_first_frame_behind_lockstep() -> None:
+def test_traceback_begins_with_the_users_first_frame() -> None:
     def fails() -> None:
         raise ValueError("bad")
 
@@ -63,13 +63,13 @@ def test_a_traceback_begins_with_the_users_first_frame_behind_lockstep() -> None
     assert lines[-1] == "ValueError: bad"
 
 
-def test_a_stop_iteration_of_the_users_is_no_error_of_the_generator_around_it() -> None:
+def test_users_stop_iteration_is_no_error_of_the_generator() -> None:
     def steps() -> Iterator[int]:
         yield next(iter(list[int]()))
 
     with pytest.raises(RuntimeError) as caught:
         next(steps())
-    assert error_line(caught.value).startswith("StopIteration (test_ends.py:")
+    assert error_line(caught.value).startswith("StopIteration (test_failure_messages.py:")
     assert user_traceback(caught.value).splitlines()[-1] == "StopIteration"
     assert error_line(_raised(RuntimeError("no"))).startswith("RuntimeError: no (")
 
@@ -82,7 +82,7 @@ def _attempt(folder: Path, rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("sizes", "lines"), [(("none", "none"), 1), (("none", "many"), 2)])
-def test_ranks_print_a_refusal_of_all_once_and_one_of_their_own_each(
+def test_ranks_print_a_shared_refusal_once_and_their_own_each(
     tmp_path: Path, sizes: tuple[str, str], lines: int
 ) -> None:
     command = [sys.executable, "-m", "lockstep", "train", "--dataset-name", "none", "--batch-size"]
@@ -95,7 +95,7 @@ def test_ranks_print_a_refusal_of_all_once_and_one_of_their_own_each(
     assert said.count("lockstep: error: ") == said.count("\n") == lines, said
 
 
-def test_ranks_print_a_traceback_of_all_once_and_none_follows_its_cause(
+def test_ranks_print_a_shared_traceback_once_and_no_follow_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def report(rank: int, error: BaseException, at: Path = tmp_path) -> str:
@@ -112,7 +112,9 @@ def test_ranks_print_a_traceback_of_all_once_and_none_follows_its_cause(
     said = report(1, boom)
     assert said.count("Traceback (") == 1
     assert said.count("at the start") == 1  # in the last line
-    assert said.splitlines()[-1].startswith("lockstep: error: rank 1 at the start: ValueError: boom (test_ends.py:")
+    assert said.splitlines()[-1].startswith(
+        "lockstep: error: rank 1 at the start: ValueError: boom (test_failure_messages.py:"
+    )
     assert report(0, boom) == ""
     assert report(0, _raised(KeyError("other"))).count("Traceback (") == 1
     later = tmp_path / "attempt_1"
@@ -140,10 +142,10 @@ def test_the_last_line_names_the_ranks_that_were_lost(losses: list[str], size: i
     assert bool(found) == bool(losses)
 
 
-def test_a_keyboard_interrupt_without_a_signal_is_an_error_of_the_code() -> None:
+def test_keyboard_interrupt_without_a_signal_is_a_code_error() -> None:
     with pytest.raises(LockstepError) as caught, Preemption(PendingStop()):
         raise KeyboardInterrupt
-    assert "test_ends.py:" in str(caught.value)
+    assert "test_failure_messages.py:" in str(caught.value)
 
 
 def test_a_second_ctrl_c_stays_a_keyboard_interrupt() -> None:
