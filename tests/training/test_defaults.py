@@ -27,7 +27,6 @@ from lockstep.optim.schedule import NONE, SHAPES
 from lockstep.run_state import Position
 from lockstep.task import DataFacts
 from lockstep.tasks.language_model import CausalLM
-from lockstep.training.build import notify
 from lockstep.training.defaults import (
     LORA_DEFAULTS,
     SGD_DEFAULTS,
@@ -39,6 +38,7 @@ from lockstep.training.defaults import (
     fine_tuning_rate,
     plan_warnings,
 )
+from lockstep.training.parts import notify
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 from lockstep.training.resume import RunPlan
 from lockstep.training.sharing import check_division

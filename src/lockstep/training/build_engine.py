@@ -9,17 +9,14 @@ of a task's own `optimizer` and `schedule` are here too.
 
 import dataclasses
 import importlib
-import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -34,9 +31,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
-from lockstep.engines.group_settings import ChangeGroups, GroupSettings, settings_of
 from lockstep.engines.moving import OwnState
-from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.engines.registry import check_copies, engine, model_init, name_of, undo_step
 from lockstep.engines.wrappers import Changes
 from lockstep.errors import ConfigError, LockstepError
@@ -50,6 +45,7 @@ from lockstep.task import Task, current_step, has_own, has_step_loss
 from lockstep.tensors import is_expanded
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.defaults import batchnorm_names
+from lockstep.training.optimizer_groups import OptimizerGroups, set_groups
 from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
 from lockstep.training.trial_state import preserve_state
 from lockstep.transforms import Transforms, prepare
@@ -57,14 +53,10 @@ from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.precision import eager, is_double, uncompiled
 
 __all__ = [
-    "OptimizerGroups",
     "build_engine",
     "build_model",
     "build_optimizer",
     "choose_kernels",
-    "schedule_factor",
-    "schedule_momentum",
-    "set_groups",
     "try_compile",
 ]
 
@@ -386,73 +378,8 @@ def _set_residual_dtype(config: Config, model: nn.Module) -> None:
 # --- schedule, optimizer and engine
 
 
-def schedule_factor(task: Task, step: int, steps: int, default: Callable[[int], float | None]) -> float | None:
-    """Return the factor of the task's `schedule`; `default(step)` if it returns None.
-
-    Raises:
-        ConfigError: the factor is not a finite number of 0 or more.
-        DataError: the method failed.
-    """
-    value = _call_schedule(task, step, steps)
-    if value is None:
-        return default(step)
-    try:
-        factor = float(value)
-    except (TypeError, ValueError):
-        factor = math.nan
-    if not (math.isfinite(factor) and factor >= 0):
-        raise ConfigError(
-            f"the task's `schedule` returned {value!r} for schedule({step}, {steps}): return the factor of the base "
-            "rates, a finite number of 0 or more, or None to use --optim.schedule"
-        )
-    return factor
-
-
-def schedule_momentum(task: Task, step: int, steps: int, default: Callable[[int], float | None]) -> float | None:
-    """Return `default(step)` if the task's `schedule` returns None, otherwise None.
-
-    None leaves the momentum of the groups unchanged.
-
-    Raises:
-        DataError: the method failed.
-    """
-    if _call_schedule(task, step, steps) is None:
-        return default(step)
-    return None
-
-
-def _call_schedule(task: Task, step: int, steps: int) -> Any:
-    try:
-        return task.schedule(step, steps)
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise blamed("schedule", error, f"step {step + 1} of {steps}") from error
-
-
 def _set_groups(task: Task, steps: int, groups: list[dict[str, Any]]) -> None:
     set_groups(task, groups, current_step(task), steps)
-
-
-def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) -> None:
-    """Call the task's `set_groups`.
-
-    Raises:
-        ConfigError: it left a rate that is not a finite number of 0 or more.
-        DataError: it failed.
-    """
-    try:
-        task.set_groups(groups, step, steps)
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise blamed("set_groups", error, f"step {step + 1} of {steps}") from error
-    for index, group in enumerate(groups):
-        if not (isinstance(group["lr"], Real | Tensor) and 0 <= float(group["lr"]) < math.inf):
-            raise ConfigError(
-                f"the task's `set_groups` left group {index} with lr {group['lr']!r} in step {step + 1} of {steps}: "
-                "set a finite number of 0 or more"
-            )
 
 
 def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
@@ -506,38 +433,6 @@ _BASE_MESSAGE = (
     "it belongs to the adapters' base, which their checkpoints leave out; name it in --lora.modules-to-save from the "
     "start, or continue from the merged model (lockstep export --format hf --merge)"
 )
-
-
-@dataclass
-class OptimizerGroups:
-    """An engine's optimizer, the settings of its groups, and its gradient norms.
-
-    Attributes:
-        change: sets what the task wants in the groups in each step; None: nothing.
-    """
-
-    optimizer: Optimizer | None = None
-    gradients: GradientNorms = NO_NORMS
-    change: ChangeGroups | None = None
-
-    def set_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Store a new optimizer."""
-        self.optimizer = optimizer
-        self.settings.change = self.change
-        return optimizer
-
-    @property
-    def settings(self) -> GroupSettings:
-        """The settings of the optimizer's groups."""
-        assert self.optimizer is not None, "the engine makes the optimizer"
-        return settings_of(self.optimizer)
-
-    def replace_optimizer(self, optimizer: Optimizer) -> None:
-        """Store another optimizer of the same model, and copy the states to it."""
-        before = self.optimizer
-        self.set_optimizer(optimizer)
-        if before is not None:
-            optimizer.state.update(before.state)
 
 
 def check_own_steps(config: Config) -> None:

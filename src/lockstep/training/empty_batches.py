@@ -20,7 +20,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.engines.registry import name_of
 from lockstep.errors import DataError
 from lockstep.passes import split_loss
-from lockstep.training.build import RunParts
+from lockstep.training.parts import RunParts
 from lockstep.training.trial_state import preserve_state
 
 __all__ = ["EmptyBatchCheck"]

@@ -44,11 +44,11 @@ from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.agreement import make_dataset
-from lockstep.training.build import notify
 from lockstep.training.build_engine import build_model
 from lockstep.training.defaults import all_devices_fast
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
 from lockstep.training.named_task import load_task, make_task, replace_data
+from lockstep.training.parts import notify
 from lockstep.training.resolve import StartFacts, draft_of
 from lockstep.training.resume import load_weights, select_checkpoint
 from lockstep.training.run_dir import RunFolder, read_sources

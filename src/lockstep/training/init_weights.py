@@ -22,8 +22,8 @@ from lockstep.distributed.world import on_all_ranks
 from lockstep.engines.ema import without_average
 from lockstep.engines.registry import load_weights
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.training.build import RunParts, notify
 from lockstep.training.init_drop import InitDrop, init_drop
+from lockstep.training.parts import RunParts, notify
 from lockstep.training.resume import find_weights
 
 __all__ = ["check_init_from", "load_init_from"]

@@ -15,9 +15,9 @@ from typing import final
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError
 from lockstep.task import has_step_loss, set_step
-from lockstep.training.build import RunParts
 from lockstep.training.evidence import HalvedSamples, halve, weigh
 from lockstep.training.loss_check import Trial, is_cut
+from lockstep.training.parts import RunParts
 from lockstep.training.trainable import trained_digest
 
 __all__ = ["LossWatch"]

@@ -32,8 +32,8 @@ from lockstep.logging.trackers import masked, remote_sinks
 from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
-from lockstep.training.build import RunParts, notify
 from lockstep.training.init_weights import load_init_from
+from lockstep.training.parts import RunParts, notify
 from lockstep.training.run_dir import describe_owner, has_ended
 from lockstep.training.selection import abbreviate_best
 from lockstep.training.session import Session

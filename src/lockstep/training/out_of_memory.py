@@ -21,9 +21,9 @@ from lockstep.engines.registry import undo_step
 from lockstep.errors import LockstepError, StorageError
 from lockstep.guards.nonfinite import Rollback
 from lockstep.loop import StepOutOfMemory
-from lockstep.training.build import RunParts
 from lockstep.training.components import StepComponents, save
 from lockstep.training.cutting import explain_smallest, smaller_size
+from lockstep.training.parts import RunParts
 from lockstep.training.recovery import Rebuild
 from lockstep.training.session import Session
 

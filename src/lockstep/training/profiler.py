@@ -28,7 +28,7 @@ from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
 from lockstep.distributed.progress import rank_label
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
-from lockstep.training.build import RunParts
+from lockstep.training.parts import RunParts
 
 __all__ = [
     "StepProfiler",

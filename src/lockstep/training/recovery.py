@@ -37,10 +37,11 @@ from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
 from lockstep.tensors import as_bytes, from_bytes, local_of
 from lockstep.training.agreement import find_folders
-from lockstep.training.build import BuildRequest, RunParts, build_batches, build_together, notify
+from lockstep.training.build import BuildRequest, build_batches, build_together
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.open_run import lock_folder, open_sinks, open_uploads
+from lockstep.training.parts import RunParts, notify
 from lockstep.training.resume import BY_RANKS
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.session import Session
@@ -357,7 +358,6 @@ def _restore(
     config = dataclasses.replace(built.config, shares=shares)
     built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = build_evaluation_batches(config, task, built.evaluation_sets, world)  # collective
-    built.loaders = [built.loaders[0], built.batches.loader, *(batches.loader for batches in built.evaluation.values())]
     # A new process made its optimizer for another set of parameters, so every rank makes a new one.
     if built.state.trained:
         restore_initial_set(built.model, built.state)

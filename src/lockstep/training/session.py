@@ -25,7 +25,7 @@ from lockstep.logging import Sinks
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.report.goodput import Timeline
 from lockstep.run_state import RunState
-from lockstep.training.build import RunParts
+from lockstep.training.parts import RunParts
 from lockstep.training.selection import Criterion, select_value
 
 __all__ = [

@@ -16,7 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.task import has_own
 from lockstep.training import resume
 from lockstep.training.agreement import log_ranks
-from lockstep.training.build import RunParts, build
+from lockstep.training.build import build
 from lockstep.training.build_engine import build_optimizer
 from lockstep.training.defaults import (
     describe_data,
@@ -25,6 +25,7 @@ from lockstep.training.defaults import (
     describe_step,
     plan_warnings,
 )
+from lockstep.training.parts import RunParts
 
 __all__ = ["announce", "group_rows", "show_groups"]
 

@@ -36,7 +36,7 @@ from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
-from lockstep.training.build import BuildRequest, LockFacts, RunParts, build_together, notify, remote_run
+from lockstep.training.build import BuildRequest, build_together, remote_run
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
@@ -64,6 +64,7 @@ from lockstep.training.open_run import (
     upload_rest,
 )
 from lockstep.training.out_of_memory import MicroBatchCut, cut_step, free_frames, record_size
+from lockstep.training.parts import LockFacts, RunParts, notify
 from lockstep.training.profiler import check_range
 from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (

@@ -26,8 +26,9 @@ from lockstep.files import bytes_text
 from lockstep.logging.console import waiting
 from lockstep.loop import loss_of, seeder
 from lockstep.run_state import RunState
-from lockstep.training.build import RunParts, build, build_batches
+from lockstep.training.build import build, build_batches
 from lockstep.training.inference import join_world
+from lockstep.training.parts import RunParts
 
 __all__ = [
     "find_micro_batch",

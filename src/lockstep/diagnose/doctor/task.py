@@ -28,8 +28,9 @@ from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.passes import LossWeights
-from lockstep.training.build import RunParts, build
+from lockstep.training.build import build
 from lockstep.training.defaults import MisplacedTensor, find_misplaced
+from lockstep.training.parts import RunParts
 
 __all__ = [
     "judge_task",
