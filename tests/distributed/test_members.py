@@ -42,7 +42,7 @@ def _counted(world, folder, port, exact):
         settings = config(folder, experiment_name=name, eval_freq=4, exact=exact, device="cpu", engine="ddp")
         session = lockstep.Run(settings, task)
         session()
-        assert (session._session.member is not None) == (name == "member")
+        assert (session._status.ranks.member is not None) == (name == "member")
     return counts, mark(Path(folder), "plain") == mark(Path(folder), "member")
 
 

@@ -17,7 +17,7 @@ from lockstep.errors import LockstepError, PeerError, error_line, user_traceback
 from lockstep.files import retry_io
 from lockstep.guards.preemption import Preemption
 from lockstep.training.recorder import describe_lost_ranks
-from lockstep.training.session import PendingStop
+from lockstep.training.status import PendingStop
 
 
 class _Mute(Exception):

@@ -71,13 +71,13 @@ TABLE = [
     ("recorder", "training/recorder.py", WHOLE),
     (
         "run",
-        "training/run.py training/session.py training/trainer.py training/components.py training/recovery.py "
+        "training/run.py training/status.py training/trainer.py training/components.py training/recovery.py "
         "training/open_run.py training/inference.py training/agreement.py lockstep/task.py",
         f"{WHOLE} test_task*.py commands/*.py {GUARDS} adapters/test_trainer.py chaos/test_lost_ranks.py",
     ),
     (
         "build",
-        "training/build.py training/resume.py",
+        "training/build.py training/parts.py training/resume.py",
         f"{WHOLE} commands/*.py test_parity.py engines/test_engine_refusals.py logging/test_sinks_remote.py",
     ),
 ]

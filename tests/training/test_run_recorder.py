@@ -346,7 +346,6 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     task = SimpleNamespace(sample=lambda model, device: order.append("sample") or "text")
     built = SimpleNamespace(
         remote=None,
-        uploader=None,
         world=SimpleNamespace(is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2),
         engine=SimpleNamespace(model=model),
         task=task,
@@ -372,7 +371,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         _meter=SimpleNamespace(seconds={"steps": 100.0, "data": 40.0}),
         _write_state_and_prune=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
-        _settle_uploads=lambda: "",
+        _uploader=None,
         _sample=lambda: task.sample(model, "cpu"),
     )
     RunRecorder.finish(recorder)

@@ -1,8 +1,8 @@
 """Build the components that accompany a run's steps, and process each step with them.
 
-    components = build_components(session, built)
-    record_step(session, components, step)
-    saves = save_and_evaluate(session, built, components, step, ending)
+    components = build_components(status, built)
+    record_step(status, components, step)
+    saves = save_and_evaluate(status, built, components, step, ending)
 
 The order of records, guards, checkpoints and evaluations is set here, the same on every rank; so are the early exit
 from a caller's loop and the end of a run.
@@ -38,7 +38,7 @@ from lockstep.training.loss_watch import LossWatch
 from lockstep.training.parts import RunParts
 from lockstep.training.profiler import StepProfiler
 from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
-from lockstep.training.session import HookContext, ReadNumbers, Session, update_best
+from lockstep.training.status import HookContext, ReadNumbers, RunStatus, update_best
 
 __all__ = [
     "StepComponents",
@@ -87,10 +87,11 @@ class StepComponents(NamedTuple):
     epochs: Callable[[int], float]
 
 
-def build_components(session: Session, built: RunParts) -> StepComponents:
+def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     """Build the components, from the step after the last one trained. Collective."""
     config = built.config
     world = built.world
+    ranks = status.ranks
     state = built.state
     step_plan = built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
@@ -103,7 +104,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
 
     item_count = built.batches.known_items(items_of_a_sample(built.task))
     share_reporter = ShareReporter(built, clock)
-    survives_losses = bool(session.member)
+    survives_losses = bool(ranks.member)
     exchange = StepExchange(
         world,
         step_loader.items,
@@ -117,15 +118,13 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
     exchange.take_turns(step_loader.turns)
     exchange.limit_reading(step_loader.readable_before)
     exchange.engine_steps = built.start
-    session.exchange = exchange
+    built.exchange = exchange
     sums = state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
-    session.timeline.measures(lambda: clock.spent().get("data", 0.0))
-    losses = describe_lost_ranks(session.lost_ranks, world.size, session.initial_ranks)
-    recorder = RunRecorder(
-        built, meter, session.sinks, exchange, session.timeline, survives_loss=survives_losses, lost_ranks=losses
-    )
-    session.saver = recorder.saver
+    status.outputs.timeline.measures(lambda: clock.spent().get("data", 0.0))
+    losses = describe_lost_ranks(ranks.lost, world.size, ranks.initial_size)
+    recorder = RunRecorder(built, meter, status.outputs, exchange, survives_loss=survives_losses, lost_ranks=losses)
+    built.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
     watch = LossWatch(built, lambda done: save(components, done))
     control = StepControl(
@@ -151,14 +150,14 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
     return components
 
 
-def record_step(session: Session, components: StepComponents, current: Step) -> None:
+def record_step(status: RunStatus, components: StepComponents, current: Step) -> None:
     """Record a step and run the guards."""
     record = current.record
     # Numbers of a device arrive after the step; its record waits for them.
     late = components.guards.late
-    session.current_step = current
-    session.global_step = current.global_step
-    session.sinks.progress(current.global_step)
+    status.current_step = current
+    status.global_step = current.global_step
+    status.outputs.sinks.progress(current.global_step)
     components.share_reporter.update(components.exchange)
     if late:
         components.recorder.expect(record)
@@ -172,7 +171,7 @@ def record_step(session: Session, components: StepComponents, current: Step) -> 
         components.recorder.log(record)
 
 
-def save_and_evaluate(session: Session, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:
+def save_and_evaluate(status: RunStatus, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:
     """Save and evaluate, if they are due.
 
     Returns:
@@ -189,10 +188,10 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         if ends_window:
             flush_steps(components)
         record = components.recorder.window if ends_window else None
-        due, saves = hooks.before_evaluation(HookContext(session, built), step, record, Due(due, saves))
+        due, saves = hooks.before_evaluation(HookContext(status, built), step, record, Due(due, saves))
         saves = saves or ending
     # The body and the hooks may change what is saved, so the save follows them.
-    save_later = session.has_body or built.task.hooks is not None
+    save_later = status.has_body or built.task.hooks is not None
     if due and built.evaluation:
         state.evaluation_due = True
     if saves and not save_later:
@@ -203,22 +202,22 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         flush_steps(components)
         state.evaluation_due = False
         with trace_mark("evaluate"):
-            step.evaluation = session.evaluation = components.recorder.evaluate(global_step)
-        wants_save = finish_evaluation(session, built, global_step)
+            step.evaluation = status.evaluation = components.recorder.evaluate(global_step)
+        wants_save = finish_evaluation(status, built, global_step)
         saves = saves or components.recorder.is_best or wants_save
         if saves and not save_later:
             save(components, global_step, final=ending)
-        update_best(session)
+        update_best(status)
     return saves
 
 
-def finish_evaluation(session: Session, built: RunParts, global_step: int) -> bool:
+def finish_evaluation(status: RunStatus, built: RunParts, global_step: int) -> bool:
     """Mark the step as evaluated, and return whether the task's hooks want a save."""
-    session.evaluated_step = global_step
-    if not built.task.hooks or not session.evaluation:
+    status.ranks.evaluated_step = global_step
+    if not built.task.hooks or not status.evaluation:
         return False
-    numbers = all_numbers(session.evaluation)
-    return built.task.hooks.after_evaluation(HookContext(session, built), global_step, numbers)
+    numbers = all_numbers(status.evaluation)
+    return built.task.hooks.after_evaluation(HookContext(status, built), global_step, numbers)
 
 
 def save(components: StepComponents, global_step: int, *, final: bool = False) -> None:
@@ -257,7 +256,7 @@ def iterate_steps(components: StepComponents, built: RunParts, records: Iterable
         raise
 
 
-def leave_early(session: Session, components: StepComponents, heartbeats: Heartbeats | None, now: bool) -> None:
+def leave_early(status: RunStatus, components: StepComponents, heartbeats: Heartbeats | None, now: bool) -> None:
     """End a run whose loop the caller left in the body of a step.
 
     The run is saved unless the caller abandoned it. It fails if the ranks leave after different steps.
@@ -266,22 +265,22 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
         heartbeats: of the ranks; None without other processes.
         now: end at once, without a save, as after a second Ctrl-C.
     """
-    built = session.built
-    session.status = "interrupted" if now else session.early_status
+    built = status.built
+    status.name = "interrupted" if now else status.early_name
     if built is None or now or sys.is_finalizing():
         return
-    action = "abandon" if session.abandoned else "leave"
-    if all_do(heartbeats, action, session.global_step - 1, lambda: _LEAVE_TIMEOUT):
-        if session.abandoned:
+    action = "abandon" if status.abandoned else "leave"
+    if all_do(heartbeats, action, status.global_step - 1, lambda: _LEAVE_TIMEOUT):
+        if status.abandoned:
             return
-        save(components, session.global_step, final=True)
+        save(components, status.global_step, final=True)
         components.recorder.finish()  # collective
         components.recorder.close(0, sample=False)
         # The sinks are closed with a summary. A later failure would close them without one.
-        session.sinks = Sinks([])
+        status.outputs.sinks = Sinks([])
     else:
-        session.status = "failed"
-        _LOG.warning("only some ranks left the loop after step %d; not saved", session.global_step)
+        status.name = "failed"
+        _LOG.warning("only some ranks left the loop after step %d; not saved", status.global_step)
 
 
 def make_number_reader(

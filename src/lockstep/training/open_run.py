@@ -36,7 +36,7 @@ from lockstep.training.init_weights import load_init_from
 from lockstep.training.parts import RunParts, notify
 from lockstep.training.run_dir import describe_owner, has_ended
 from lockstep.training.selection import abbreviate_best
-from lockstep.training.session import Session
+from lockstep.training.status import RunOutputs
 from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
@@ -146,7 +146,7 @@ def lock_folder(built: RunParts) -> None:
             checkpoint.clean(built.folder.path)
 
 
-def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> None:
+def open_uploads(outputs: RunOutputs, built: RunParts, *, force: bool = False) -> None:
     """Start uploading to the run's URL, if it has one. Collective.
 
     One thread uploads each local folder.
@@ -162,12 +162,12 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
     remote = built.remote
     if remote is None:
         return
-    if world.leads_folder and session.uploader is None:
+    if world.leads_folder and outputs.uploader is None:
         options = built.config.checkpoint
         # A folder shows no progress within a large file, so the wait has no limit.
         wait = math.inf if remote.is_folder else options.upload_wait
-        session.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every, wait=wait)
-    built.uploader = uploader = session.uploader
+        outputs.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every, wait=wait)
+    uploader = outputs.uploader
 
     def claim() -> str:
         if uploader is None or not world.is_main:
@@ -180,7 +180,7 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
         token = await_results(world, claim)[0]  # collective
     except BaseException:
         if uploader and not uploader.is_running:
-            session.uploader = None
+            outputs.uploader = None
         raise
     if uploader:
         uploader.part = f"rank-{world.rank:05d}" if world.leads else ""
@@ -189,20 +189,20 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
         uploader.submit(built.state.selection.best.step if built.state.selection.best else None)
 
 
-def upload_rest(session: Session, built: RunParts) -> None:
+def upload_rest(outputs: RunOutputs, built: RunParts) -> None:
     """Upload what an earlier start of a run that is over could not. Collective."""
-    open_uploads(session, built)
-    if missing := settle_uploads(built):
+    open_uploads(outputs, built)
+    if missing := settle_uploads(outputs.uploader, built):
         _LOG.warning("%s", missing)
-    await_all_ranks(built.world, lambda: close_uploads(session, None))  # collective
+    await_all_ranks(built.world, lambda: close_uploads(outputs, None))  # collective
 
 
-def settle_uploads(built: RunParts) -> str:
+def settle_uploads(uploader: Uploader | None, built: RunParts) -> str:
     """Wait for all uploads; return what is not uploaded, "" for nothing. Collective."""
     if not built.remote:
         return ""
     world = built.world
-    settle = built.uploader.settle if built.uploader else str
+    settle = uploader.settle if uploader else str
     # Rank 0 goes first, to remove what is in the way of the others, and last, to complete their checkpoints.
     if world.leads:
         await_results(world, settle)  # collective
@@ -211,14 +211,14 @@ def settle_uploads(built: RunParts) -> str:
     return missing
 
 
-def close_uploads(session: Session, error: BaseException | None) -> None:
+def close_uploads(outputs: RunOutputs, error: BaseException | None) -> None:
     """Upload the last records, and release the run's URL.
 
     Args:
         error: the exception that ended the run; None: there was none.
     """
-    uploader = session.uploader
-    session.uploader = None
+    uploader = outputs.uploader
+    outputs.uploader = None
     if uploader:
         uploader.close(failed=error is not None and not isinstance(error, GeneratorExit))
 

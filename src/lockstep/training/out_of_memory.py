@@ -1,6 +1,6 @@
 """Repeat a step that ran out of memory with smaller micro-batches: `--on-oom smaller`.
 
-    with cut_step(session, built, components):      # around the steps
+    with cut_step(ranks, built, components):      # around the steps
         ...
 
 The run is built again, as after a rollback, with the size that `micro-batch.json` in its folder records. One process
@@ -20,12 +20,13 @@ from lockstep.engines.base import at_rest
 from lockstep.engines.registry import undo_step
 from lockstep.errors import LockstepError, StorageError
 from lockstep.guards.nonfinite import Rollback
+from lockstep.logging import Sinks
 from lockstep.loop import StepOutOfMemory
 from lockstep.training.components import StepComponents, save
 from lockstep.training.cutting import explain_smallest, smaller_size
 from lockstep.training.parts import RunParts
 from lockstep.training.recovery import Rebuild
-from lockstep.training.session import Session
+from lockstep.training.status import BuildInputs, RunRanks
 
 __all__ = [
     "MicroBatchCut",
@@ -43,7 +44,7 @@ class MicroBatchCut(Rollback):
 
 
 @contextmanager
-def cut_step(session: Session, built: RunParts, components: StepComponents) -> Iterator[None]:
+def cut_step(ranks: RunRanks, built: RunParts, components: StepComponents) -> Iterator[None]:
     """Turn a step that ran out of memory into a request for smaller micro-batches.
 
     Raises:
@@ -69,9 +70,9 @@ def cut_step(session: Session, built: RunParts, components: StepComponents) -> I
         )
         _record(built, size, line)
         if world.size == 1:
-            _save_before(session, built, components, step)
+            _save_before(built, components, step)
             raise MicroBatchCut(line) from None
-        if session.member:
+        if ranks.member:
             raise Rebuild(f"{line}, from the newest checkpoint") from None
         failure = LockstepError(
             f"{line}, from the newest checkpoint: all ranks must start again (lockstep launch --max-restarts does so)"
@@ -91,18 +92,18 @@ def free_frames(error: BaseException) -> None:
         torch.cuda.empty_cache()
 
 
-def record_size(session: Session, built: RunParts) -> None:
+def record_size(inputs: BuildInputs, sinks: Sinks, built: RunParts) -> None:
     """Record smaller micro-batches of a trial, and log a changed size. On rank 0.
 
     Once the folder is locked and the sinks are open.
     """
     size = built.config.micro_size
-    if session.trial_cut:
-        _record(built, size, session.trial_cut)
-        session.trial_cut = ""
+    if inputs.trial_cut:
+        _record(built, size, inputs.trial_cut)
+        inputs.trial_cut = ""
     changed = built.state.plan.get("micro_batch_size") != size
     if built.config.on_oom == "smaller" and changed and built.folder.read_micro_batch() == size:
-        session.sinks.log({"global_step": built.start, "micro_batch_size": size})
+        sinks.log({"global_step": built.start, "micro_batch_size": size})
 
 
 def _record(built: RunParts, size: int, line: str) -> None:
@@ -112,7 +113,7 @@ def _record(built: RunParts, size: int, line: str) -> None:
         raise LockstepError(f"{line}, but {built.folder.path} cannot be written: {problem.strerror}") from problem
 
 
-def _save_before(session: Session, built: RunParts, components: StepComponents, step: int) -> None:
+def _save_before(built: RunParts, components: StepComponents, step: int) -> None:
     """Save the state before the step, unless a forward may have changed it for good.
 
     The run then goes back to its newest checkpoint.

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
+from lockstep.checkpoint import Saver
 from lockstep.checkpoint.read import EVALUATED
 from lockstep.checkpoint.remote import RemoteRun
-from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches
 from lockstep.data.sampler import SizedOrder
 from lockstep.distributed.balance import Balancer
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.modes import evaluation_weights, has_modes, switch
@@ -104,7 +105,7 @@ class RunParts:
         training: the training set. If the ranks change, engine and batches are rebuilt from it.
         notes: lines for the log, written once it is open.
         remote: the run's folder in an object store, if --save-dir is a URL.
-        uploader: of the first rank of each local folder.
+        exchange, saver: of the current ranks; None before the first step, and between two groups.
         places: [host, device] by rank.
         lock_facts: what the ranks exchanged with the lock, until the first steps use it.
         init_source: the checkpoint of --init-from, and whether it was verified; None: not found yet, or not lockstep's.
@@ -131,7 +132,8 @@ class RunParts:
     training: TrainingSet = field(kw_only=True)
     notes: list[str] = field(default_factory=list)
     remote: RemoteRun | None = None
-    uploader: Uploader | None = None
+    exchange: StepExchange | None = None
+    saver: Saver | None = None
     places: list[list[str]] = field(default_factory=list)
     lock_facts: LockFacts | None = None
     init_source: tuple[Path, bool] | None = None

@@ -1,6 +1,6 @@
 """Write a run's records, evaluations, checkpoints and summary.
 
-    recorder = RunRecorder(built, meter, sinks, exchange, timeline)
+    recorder = RunRecorder(built, meter, outputs, exchange)
     recorder.expect(record)         # the step's numbers are still on the device
     recorder.log(record)            # writes a record if a window ends with this step
     recorder.evaluate(done)
@@ -34,9 +34,8 @@ from lockstep.engines.registry import name_of
 from lockstep.errors import LockstepError, PeerError, StorageError, name_settings
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.guards.samples import loading_failures
-from lockstep.logging import Sinks
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
-from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
+from lockstep.report.goodput import EVALUATION, SAVES, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors, settle_uploads
@@ -50,7 +49,7 @@ from lockstep.training.selection import (
     select_best,
     update_plateau,
 )
-from lockstep.training.session import hook_state
+from lockstep.training.status import RunOutputs, hook_state
 from lockstep.training.trainable import store_trained_set
 from lockstep.transforms.precision import eager
 
@@ -258,17 +257,17 @@ class RunRecorder:
         self,
         built: RunParts,
         meter: Meter,
-        sinks: Sinks,
+        outputs: RunOutputs,
         exchange: StepExchange,
-        timeline: Timeline,
         *,
         survives_loss: bool = False,
         lost_ranks: str = "",
     ) -> None:
-        self._timeline = timeline
+        self._timeline = outputs.timeline
         self._built = built
         self._meter = meter
-        self._sinks = sinks
+        self._sinks = outputs.sinks
+        self._uploader = outputs.uploader
         self._exchange = exchange
         self._survives_loss = survives_loss
         self.lost_ranks = lost_ranks
@@ -282,7 +281,7 @@ class RunRecorder:
             on_failure=partial(exchange.stop, SAVE_FAILED),
         )  # collective
         # Records that the failure of a rank has delayed.
-        sinks.flush()
+        self._sinks.flush()
         self._start = time.perf_counter()
         self._engine_name = name_of(built.config.engine, built.world)
         self.saved_step = built.start
@@ -444,20 +443,18 @@ class RunRecorder:
 
     def _write_state_and_prune(self, state: RunState) -> None:
         """Write `state.json`, and remove old checkpoints by `--checkpoint.keep`. On the first rank of a folder."""
-        uploader = self._built.uploader
         if self._built.world.is_main:
             _write_state(self._built.folder, state)
         self._prune(state)
-        if uploader:
-            uploader.submit(state.selection.best.step if state.selection.best else None)
+        if self._uploader:
+            self._uploader.submit(state.selection.best.step if state.selection.best else None)
 
     def _prune(self, state: RunState) -> None:
         """Remove old checkpoints, but not the one that is being uploaded."""
         options = self._built.config.checkpoint
-        uploader = self._built.uploader
         best = state.selection.best.step if state.selection.best else None
         if self._saves:
-            sending = uploader.sending if uploader else None
+            sending = self._uploader.sending if self._uploader else None
             folder = self._built.folder.path
             checkpoint.retain(folder, last=options.keep, best=best, every=options.every, sending=sending)
 
@@ -513,9 +510,9 @@ class RunRecorder:
                 else:
                     text = ""
             at_rest(built.engine.model)
-        unsent = settle_uploads(built)  # collective
+        unsent = settle_uploads(self._uploader, built)  # collective
         # A checkpoint that was being uploaded at the last save could not be removed then.
-        if built.uploader:
+        if self._uploader:
             self._prune(built.state)
         self._sinks.close(
             {

@@ -2,7 +2,7 @@
 
     member = register_member(world)         # None: a lost rank ends the run
     ...                                     # a collective fails, and `is_rank_loss(error)`
-    regroup(session, built, member)         # the survivors have new groups and one state
+    regroup(status, built, member)         # the survivors have new groups and one state
 
 The update is the last part of a step: when a rank is lost, each of the others has either applied it or not. The rank
 with the highest step broadcasts its state. Where the states are split over the ranks of a replica, this holds for each
@@ -27,7 +27,7 @@ from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.schema import has_fixed_cut
 from lockstep.distributed import collectives
-from lockstep.distributed.exchange import REGROUP
+from lockstep.distributed.exchange import REGROUP, StepExchange
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.registry import explain_no_replica, leave_groups, name_of, replica_size, undo_step
@@ -44,8 +44,8 @@ from lockstep.training.open_run import lock_folder, open_sinks, open_uploads
 from lockstep.training.parts import RunParts, notify
 from lockstep.training.resume import BY_RANKS
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.session import Session
 from lockstep.training.sharing import shares_for
+from lockstep.training.status import BuildInputs, RunOutputs, RunRanks, RunSpec, RunStatus
 from lockstep.training.task_check import restore_findings
 from lockstep.training.trainable import restore_initial_set, restore_trained_set, store_trained_set
 
@@ -117,9 +117,9 @@ def ranks_per_replica(built: RunParts) -> int:
     return replica_size(name_of(built.config.engine, built.world), built.config.engine_options, built.world)
 
 
-def build_joiner(session: Session, world: World, member: Member) -> RunParts:
+def build_joiner(spec: RunSpec, inputs: BuildInputs, world: World, member: Member) -> RunParts:
     """Build, without the other ranks, what this process needs to join a run."""
-    config = session.config
+    config = inputs.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
     alone = dataclasses.replace(config, engine="auto", shares="equal")
     if ENGINES[name_of(config.engine, world)].places_model:
@@ -128,16 +128,16 @@ def build_joiner(session: Session, world: World, member: Member) -> RunParts:
     cut = "" if has_fixed_cut(config) else BY_RANKS
     size = RunFolder(config.local_dir, config.experiment_name).read_micro_size()
     alone = dataclasses.replace(alone, micro_batch_size=size or alone.micro_batch_size)
-    request = BuildRequest(joining=True, min_steps=session.min_steps, cut=cut)
+    request = BuildRequest(joining=True, min_steps=spec.min_steps, cut=cut)
     with world.together():
-        built = build_together(alone, session.caller_task, world, session.caller_objects, request)
+        built = build_together(alone, spec.task, world, inputs.user_objects, request)
     built.config = dataclasses.replace(
         built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
     )
     return built
 
 
-def regroup(session: Session, built: RunParts, member: Member) -> None:
+def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
     """Form new groups with the survivors, and bring all to one state. Changes `built`.
 
     Raises:
@@ -146,9 +146,18 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
     """
     start = time.monotonic()
     before = (built.world.rank, built.world.is_main) if not member.is_new else (-1, False)
-    step = _NO_STATE if member.is_new else session.exchange.engine_steps if session.exchange else built.start
-    if session.exchange and session.exchange.stop_request != REGROUP:
-        session.pending_stop.stop(session.exchange.stop_request)
+    ranks = status.ranks
+    exchange = built.exchange
+    if member.is_new:
+        step = _NO_STATE
+    elif exchange:
+        step = exchange.engine_steps
+    else:
+        step = built.start
+    if exchange and exchange.stop_request != REGROUP:
+        ranks.pending_stop.stop(exchange.stop_request)
+    # `_free_engine` must drop the last reference to the exchange.
+    del exchange
     # The step in progress is lost: drop its gradients, and keep the state before it.
     undo_step(built.engine)
     store_trained_set(built.engine, built.state)
@@ -160,68 +169,70 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         state = {}
         built.groups.optimizer = None
     # The launcher and the other members need to know which state this rank has.
-    report = _leave_report(session, built.world, step)
+    report = _leave_report(ranks, built.world, step)
     lost: list[str] = []
     # Another rank may fail during the recovery; then it starts again.
     while True:
-        _free_engine(session, built)
+        _free_engine(status, built)
         generation = member.regroup(report, _MAX_TIMEOUTS * built.world.timeout + _SLACK)
         lost += generation.lost
-        session.lost_ranks += generation.lost
-        session.initial_ranks = session.initial_ranks or built.world.size
-        built.state.losses = session.losses = (built.state.losses or 0) + len(generation.lost)
+        ranks.lost += generation.lost
+        ranks.initial_size = ranks.initial_size or built.world.size
+        built.state.losses = ranks.losses = (built.state.losses or 0) + len(generation.lost)
         size = ranks_per_replica(built)
         sources = _sources(generation, size)
         try:
-            rank = generation.members.index(member.name)
-            tries = session.regroup_tries
-            session.regroup_tries = session.regroup_tries + 1
-            built.world = session.world = built.world.regroup(rank, len(generation.members), generation.number, tries)
+            built.world = _regroup_world(ranks, built.world, member, generation)
             if not sources:
                 raise Rebuild(_explain_rebuild(generation))
             with translate_errors():
-                _restore(session, built, generation, sources, state)
-                _take_over(session, built, *before)
+                _restore(status, built, generation, sources, state)
+                _take_over(status.outputs, built, *before)
             break
         except PeerError as error:
             if not is_rank_loss(error):
                 raise
-            record_loss(session, error)
+            record_loss(ranks, error)
             source = sources[generation.members.index(member.name) % size] if sources else member.name
             if report[:2] != generation.reports[source][:2]:
                 # This rank's state is partly overwritten, so no rank may continue from it.
                 report = report._replace(steps=_NO_STATE)
-    session.is_main = built.world.is_main
+    ranks.is_main = built.world.is_main
     if built.world.is_main:
-        _log_regroup(generation._replace(lost=lost), session.last_rank_loss, built, time.monotonic() - start)
+        _log_regroup(generation._replace(lost=lost), ranks.last_error, built, time.monotonic() - start)
 
 
-def regroup_to_build(session: Session, member: Member) -> None:
-    """Form new groups for a process that rebuilds the run. Changes `session.world`.
+def _regroup_world(ranks: RunRanks, world: World, member: Member, generation: Generation) -> World:
+    """Return the process groups of a generation. Collective."""
+    rank = generation.members.index(member.name)
+    tries = ranks.regroup_tries
+    ranks.regroup_tries += 1
+    ranks.world = world.regroup(rank, len(generation.members), generation.number, tries)
+    return ranks.world
+
+
+def regroup_to_build(ranks: RunRanks, member: Member) -> None:
+    """Form new groups for a process that rebuilds the run. Changes `ranks.world`.
 
     Raises:
         PeerError: the run cannot continue.
     """
-    world = session.world
+    world = ranks.world
     assert world is not None
     while True:
         gc.collect()
         world.drop_groups([])
-        generation = member.regroup(_leave_report(session, world, _REBUILDING), _MAX_TIMEOUTS * world.timeout + _SLACK)
+        generation = member.regroup(_leave_report(ranks, world, _REBUILDING), _MAX_TIMEOUTS * world.timeout + _SLACK)
         try:
-            session.lost_ranks += generation.lost
-            session.losses += len(generation.lost)
-            rank = generation.members.index(member.name)
-            tries = session.regroup_tries
-            session.regroup_tries += 1
-            session.world = world.regroup(rank, len(generation.members), generation.number, tries)
-            session.is_main = session.world.is_main
+            ranks.lost += generation.lost
+            ranks.losses += len(generation.lost)
+            ranks.is_main = _regroup_world(ranks, world, member, generation).is_main
             return
         except PeerError as error:
-            record_loss(session, error)
+            record_loss(ranks, error)
 
 
-def leave_to_build(session: Session, built: RunParts, member: Member, reason: PeerError) -> None:
+def leave_to_build(status: RunStatus, built: RunParts, member: Member, reason: PeerError) -> None:
     """Leave the groups, and form new ones to rebuild the run.
 
     The other ranks notice it, and do the same.
@@ -232,9 +243,9 @@ def leave_to_build(session: Session, built: RunParts, member: Member, reason: Pe
     Raises:
         PeerError: the run cannot continue.
     """
-    record_loss(session, reason)
-    _free_engine(session, built)
-    regroup_to_build(session, member)
+    record_loss(status.ranks, reason, built.exchange)
+    _free_engine(status, built)
+    regroup_to_build(status.ranks, member)
 
 
 def is_rank_loss(error: PeerError) -> bool:
@@ -242,15 +253,19 @@ def is_rank_loss(error: PeerError) -> bool:
     return not error.relayed and not isinstance(error, Rebuild)
 
 
-def record_loss(session: Session, loss: PeerError) -> None:
-    """Record a lost rank, and free the engines and groups in the error's frames."""
-    session.last_rank_loss = str(loss)
-    if session.exchange:
-        blocked = time.monotonic() - session.exchange.progress.since
+def record_loss(ranks: RunRanks, loss: PeerError, exchange: StepExchange | None = None) -> None:
+    """Record a lost rank, and free the engines and groups in the error's frames.
+
+    Args:
+        exchange: of the run's steps; None: there is none.
+    """
+    ranks.last_error = str(loss)
+    if exchange:
+        blocked = time.monotonic() - exchange.progress.since
     else:
         blocked = 0.0
-    session.timed_out = session.world is not None and blocked > _BLOCKED_SHARE * session.world.timeout
-    _LOG.warning("left the other ranks: %s", session.last_rank_loss, extra={"only_file": True})
+    ranks.timed_out = ranks.world is not None and blocked > _BLOCKED_SHARE * ranks.world.timeout
+    _LOG.warning("left the other ranks: %s", ranks.last_error, extra={"only_file": True})
     error: BaseException | None = loss
     visited = set[int]()
     while error is not None and id(error) not in visited:
@@ -259,8 +274,8 @@ def record_loss(session: Session, loss: PeerError) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _leave_report(session: Session, world: World, step: int) -> LeaveReport:
-    return LeaveReport(step, session.evaluated_step, session.digest, session.timed_out, world.timeout)
+def _leave_report(ranks: RunRanks, world: World, step: int) -> LeaveReport:
+    return LeaveReport(step, ranks.evaluated_step, ranks.digest, ranks.timed_out, world.timeout)
 
 
 def _sources(generation: Generation, size: int = 1) -> list[str]:
@@ -304,14 +319,14 @@ def run_digest(built: RunParts) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _free_engine(session: Session, built: RunParts) -> None:
+def _free_engine(status: RunStatus, built: RunParts) -> None:
     """Free the engine and all groups: DDP's reducer must go before its group."""
     groups = [
-        session.exchange.release_group() if session.exchange else None,
-        session.saver.release_group() if session.saver else None,
+        built.exchange.release_group() if built.exchange else None,
+        built.saver.release_group() if built.saver else None,
         *leave_groups(name_of(built.config.engine, built.world), built.model),
     ]
-    session.exchange = session.saver = session.reader = None
+    built.exchange = built.saver = status.reader = None
     # No other code sees the gap, so the field's type has no None.
     built.engine = None  # type: ignore[assignment]
     gc.collect()
@@ -319,7 +334,7 @@ def _free_engine(session: Session, built: RunParts) -> None:
 
 
 def _restore(
-    session: Session, built: RunParts, generation: Generation, sources: list[str], state: dict[str, Tensor]
+    status: RunStatus, built: RunParts, generation: Generation, sources: list[str], state: dict[str, Tensor]
 ) -> None:
     """Load the state of the members `sources` everywhere, and rebuild what depends on ranks. Collective.
 
@@ -353,7 +368,7 @@ def _restore(
     built.state.stream = built.batches.stream_state(newest.steps, world)  # collective for a stream
     # A new process has not tried the task.
     restore_findings(task, built.state)
-    _set_position(session, built, newest)
+    _set_position(status, built, newest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
     built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
@@ -427,8 +442,8 @@ def _broadcast(tensors: list[Tensor], source: int, world: World, group: dist.Pro
             tensor.copy_(from_bytes(piece, tensor.dtype, tensor.shape))
 
 
-def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
-    """Set session and state to the step from which the run continues. Collective.
+def _set_position(status: RunStatus, built: RunParts, best: LeaveReport) -> None:
+    """Set status and state to the step from which the run continues. Collective.
 
     The values are those that a checkpoint of the step would have.
     """
@@ -441,9 +456,9 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
     is_last = step == built.run_plan.step_plan.steps
     due = step > 0 and (is_last or bool(config.eval_freq and step % config.eval_freq == 0))
     state.evaluation_due = due and bool(built.evaluation) and best.evaluated != step
-    session.global_step = step
-    session.evaluated_step = best.evaluated
-    session.current_step = None
+    status.global_step = step
+    status.ranks.evaluated_step = best.evaluated
+    status.current_step = None
     if step == built.last_step:
         last_due = step
     else:
@@ -453,10 +468,10 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
     else:
         checkpoints = []
     # Rank 0 lists the checkpoints, so that all ranks decide the same.
-    session.save_due = bool(last_due) and max(built.world.gather(checkpoints)[0], default=0) < last_due
+    status.save_due = bool(last_due) and max(built.world.gather(checkpoints)[0], default=0) < last_due
 
 
-def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> None:
+def _take_over(outputs: RunOutputs, built: RunParts, rank: int, was_main: bool) -> None:
     """Open this process's log, and what the lost rank had open. Collective.
 
     The latter only on a new first rank of a folder.
@@ -472,12 +487,12 @@ def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> 
             lock_folder(built)
 
     on_all_ranks(built.world, lock)  # collective
-    open_uploads(session, built, force=takes_over)  # collective; in place of a lost rank
-    on_all_ranks(built.world, lambda: _open_sinks(session, built) if takes_over else None)  # collective
+    open_uploads(outputs, built, force=takes_over)  # collective; in place of a lost rank
+    on_all_ranks(built.world, lambda: _open_sinks(outputs, built) if takes_over else None)  # collective
 
 
-def _open_sinks(session: Session, built: RunParts) -> None:
-    session.sinks = open_sinks(built)
+def _open_sinks(outputs: RunOutputs, built: RunParts) -> None:
+    outputs.sinks = open_sinks(built)
 
 
 def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: float) -> None:
