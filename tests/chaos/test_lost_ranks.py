@@ -194,7 +194,7 @@ def test_a_signal_comes_while_a_lost_rank_is_replaced(data, tmp_path, pause):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "second", ["lockstep.training.recovery:_broadcast_state", "lockstep.training.components:build_components", PLACE]
+    "second", ["lockstep.training.load:broadcast_state", "lockstep.training.components:build_components", PLACE]
 )
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 0), (0, 1)])
 def test_two_are_lost_one_after_the_other(data, tmp_path, whole, second, ranks):

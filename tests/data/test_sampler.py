@@ -27,7 +27,7 @@ from lockstep.data.loader import generator_states
 from lockstep.data.sampler import order_from
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.training.defaults import describe_step
-from lockstep.training.resume import RunPlan
+from lockstep.training.plan import RunPlan
 
 SAMPLES, DRAWN = 40, 56
 

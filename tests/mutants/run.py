@@ -51,7 +51,8 @@ TABLE = [
     ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),
     (
         "guards",
-        "guards/*.py training/guards.py training/open_run.py training/resume.py training/agreement.py",
+        "guards/*.py training/guards.py training/finite.py training/resume.py training/agreement.py"
+        " training/shared_folder.py",
         f"{GUARDS} checkpoint/test_checkpoint_finite.py {WHOLE}",
     ),
     (
@@ -72,12 +73,12 @@ TABLE = [
     (
         "run",
         "training/run.py training/status.py training/trainer.py training/components.py training/recovery.py "
-        "training/open_run.py training/inference.py training/agreement.py lockstep/task.py",
+        "training/open_run.py training/outputs.py training/inference.py training/agreement.py lockstep/task.py",
         f"{WHOLE} test_task*.py commands/*.py {GUARDS} adapters/test_trainer.py chaos/test_lost_ranks.py",
     ),
     (
         "build",
-        "training/build.py training/parts.py training/resume.py",
+        "training/build.py training/parts.py training/plan.py training/resume.py training/weights.py training/load.py",
         f"{WHOLE} commands/*.py test_parity.py engines/test_engine_refusals.py logging/test_sinks_remote.py",
     ),
 ]

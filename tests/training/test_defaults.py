@@ -39,8 +39,8 @@ from lockstep.training.defaults import (
     plan_warnings,
 )
 from lockstep.training.parts import notify
+from lockstep.training.plan import RunPlan
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
-from lockstep.training.resume import RunPlan
 from lockstep.training.sharing import check_division
 from lockstep.transforms.batchnorm import synchronised
 

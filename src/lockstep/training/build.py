@@ -18,37 +18,26 @@ from torch import nn
 from lockstep import checkpoint
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config.deepspeed import check_settings, read_json
-from lockstep.config.fields import AUTO, is_url
+from lockstep.config.fields import is_url
 from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
-from lockstep.data.batches import Batches, EpochStarts, Loading, MicroBatchCosts
-from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder, TokenGroups, grouped_order
-from lockstep.data.loader import blamed, generators_kept, seed_everything
+from lockstep.data.batches import Batches
+from lockstep.data.groups import GroupOrder, TokenGroups, grouped_order
 from lockstep.data.sampler import SizedOrder
-from lockstep.data.shard_order import place_order, training_order
-from lockstep.data.stream_batches import StreamBatches, StreamData
-from lockstep.data.streams import lanes_of
-from lockstep.distributed.balance import Balancer
+from lockstep.data.shard_order import training_order
+from lockstep.data.stream_batches import StreamData
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.run_state import RunState, Selection
-from lockstep.seeds import derive
-from lockstep.task import Task, as_task, has_own, has_step_loss, needs_graph, set_detected
-from lockstep.training.agreement import (
-    check_samples,
-    check_shared_folder,
-    check_stream,
-    exchange_first_facts,
-    find_folders,
-    make_datasets,
-    with_retries,
-)
-from lockstep.training.build_engine import build_engine, build_model, try_compile
+from lockstep.task import Task, as_task, has_step_loss, needs_graph, set_detected
+from lockstep.training.agreement import check_samples, check_stream, exchange_first_facts, make_datasets, with_retries
+from lockstep.training.build_engine import build_engine, build_model
+from lockstep.training.compilation import try_compile
 from lockstep.training.cutting import check_cuttable, cut_trial, is_additive
 from lockstep.training.defaults import (
     all_devices_fast,
@@ -61,11 +50,9 @@ from lockstep.training.loss_check import check_loss, is_cut, load_places_togethe
 from lockstep.training.named_task import make_task
 from lockstep.training.optimizer_groups import OptimizerGroups
 from lockstep.training.parts import RunParts, TrainingSet, notify, task_tensors
+from lockstep.training.plan import BY_RANKS, FIXED
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import (
-    BY_RANKS,
-    FIXED,
-    RunPlan,
     accept_contents,
     check_extension,
     check_longer,
@@ -75,7 +62,8 @@ from lockstep.training.resume import (
 )
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import check_criteria, depends_on_evaluations
-from lockstep.training.sharing import balancer_of, check_division, sharing_of
+from lockstep.training.shared_folder import check_shared_folder, find_folders
+from lockstep.training.sharing import check_division
 from lockstep.training.task_check import (
     Trial,
     check_auditable,
@@ -84,7 +72,9 @@ from lockstep.training.task_check import (
     load_trial_samples,
     restore_findings,
 )
-from lockstep.training.trainable import base_tensor_names, check_in_optimizer, restore_initial_set
+from lockstep.training.trainable import base_tensor_names
+from lockstep.training.trained_set import check_in_optimizer, restore_initial_set
+from lockstep.training.training_batches import build_batches
 from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
 from lockstep.transforms.precision import is_double, task_in_precision
@@ -92,72 +82,9 @@ from lockstep.transforms.precision import is_double, task_in_precision
 __all__ = [
     "BuildRequest",
     "build",
-    "build_batches",
     "build_together",
     "remote_run",
 ]
-
-
-def build_batches(
-    config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: RunState
-) -> tuple[Batches, Balancer | None]:
-    """Make the training batches, and the balancer of `--shares auto`. Collective."""
-    dataset, retry_dataset, full_order = training
-    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
-    if isinstance(full_order, GroupOrder):
-        balancer = balancer_of(config, world, None, state)
-        groups = FirstGroups(full_order, run_plan.samples)
-        options: dict[str, Any] = {"seed": config.seed, "loading": loading, "sharing": sharing_of(config, balancer)}
-        grouped = GroupBatches(task, retry_dataset, groups, run_plan.step_plan, world, **options)
-        grouped.epoch_starts = _epoch_starts(config, task, dataset, run_plan)
-        return grouped, balancer
-    if full_order is None:
-        if has_own(task, "start_epoch") and not task.framework:
-            raise ConfigError(
-                "the task has `start_epoch`, but its training set is a stream: give that a method set_epoch(epoch)"
-            )
-        balancer = balancer_of(config, world, None, state)
-        step_plan = run_plan.step_plan
-        sizes = (run_plan.step_plan.micro_batches, run_plan.step_plan.micro_size)
-        lanes = lanes_of(retry_dataset.source, *sizes, config.seed, run_plan.min_samples)
-        position = (state.global_step, state.stream) if state.stream else None
-        options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": position}
-        return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
-    order = place_order(full_order, run_plan.geometry, run_plan.samples)
-    costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
-    costs_known = config.shares == AUTO and on_all_ranks(world, costs.known)  # collective
-    balancer = balancer_of(config, world, costs if costs_known else None, state)
-    sharing = sharing_of(config, balancer)
-    batches = Batches(
-        task, retry_dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing
-    )
-    batches.epoch_starts = _epoch_starts(config, task, dataset, run_plan)
-    return batches, balancer
-
-
-def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -> EpochStarts | None:
-    """Return how epochs of a training set with an index begin; None without `start_epoch`."""
-    if not has_own(task, "start_epoch"):
-        return None
-    length = len(dataset)
-
-    def call(epoch: int) -> None:
-        with generators_kept():
-            seed_everything(derive(config.seed, "epoch", epoch))
-            try:
-                task.start_epoch(dataset, epoch)
-            except Exception as error:
-                # A framework's hook is the user's own code: its error stays as it is.
-                if task.framework or isinstance(error, LockstepError):
-                    raise
-                raise blamed("start_epoch", error, f"epoch {epoch + 1}") from error
-        if len(dataset) != length:
-            raise DataError(
-                f"the training set has {len(dataset):,} samples since the start of epoch {epoch + 1}, and had "
-                f"{length:,} before: keep its length"
-            )
-
-    return EpochStarts(call, run_plan.samples)
 
 
 def build(

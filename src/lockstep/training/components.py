@@ -30,7 +30,7 @@ from lockstep.logging import Sinks
 from lockstep.loop import StepControl, StepOutOfMemory, seeder
 from lockstep.records import Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
-from lockstep.training.build_engine import choose_kernels
+from lockstep.training.compilation import choose_kernels
 from lockstep.training.empty_batches import EmptyBatchCheck
 from lockstep.training.evaluation import all_numbers
 from lockstep.training.guards import RunGuards, ShareReporter

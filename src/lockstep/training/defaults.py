@@ -31,7 +31,7 @@ from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
 from lockstep.optim.schedule import NONE
 from lockstep.task import DataFacts, Task, user_task
-from lockstep.training.resume import RunPlan
+from lockstep.training.plan import RunPlan
 from lockstep.transforms.batchnorm import Synchronised
 
 __all__ = [

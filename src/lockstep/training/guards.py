@@ -40,10 +40,10 @@ from lockstep.guards.straggler import Straggler
 from lockstep.loop import NO_AUDIT, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.task import has_step_loss
-from lockstep.training.build_engine import choose_kernels
-from lockstep.training.open_run import describe_ranks, find_bad_parameters
+from lockstep.training.compilation import choose_kernels
+from lockstep.training.finite import describe_ranks, find_bad_parameters
 from lockstep.training.parts import RunParts
-from lockstep.training.trainable import trained_digest
+from lockstep.training.trained_set import trained_digest
 from lockstep.whole_step import zero_of
 
 __all__ = [

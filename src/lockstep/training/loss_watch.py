@@ -18,7 +18,7 @@ from lockstep.task import has_step_loss, set_step
 from lockstep.training.evidence import HalvedSamples, halve, weigh
 from lockstep.training.loss_check import Trial, is_cut
 from lockstep.training.parts import RunParts
-from lockstep.training.trainable import trained_digest
+from lockstep.training.trained_set import trained_digest
 
 __all__ = ["LossWatch"]
 

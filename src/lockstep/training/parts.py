@@ -36,7 +36,7 @@ from lockstep.optim.schedule import NONE, cycled_momentum, factor
 from lockstep.run_state import Position, RunState
 from lockstep.task import Task, has_own
 from lockstep.training.optimizer_groups import OptimizerGroups, schedule_factor, schedule_momentum, set_groups
-from lockstep.training.resume import RunPlan
+from lockstep.training.plan import RunPlan
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import plateau_drops
 

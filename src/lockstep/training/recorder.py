@@ -38,7 +38,8 @@ from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, me
 from lockstep.report.goodput import EVALUATION, SAVES, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.evaluation import all_numbers, evaluate_all
-from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors, settle_uploads
+from lockstep.training.finite import describe_ranks, exempt_names, find_bad_tensors
+from lockstep.training.outputs import RunOutputs, settle_uploads
 from lockstep.training.parts import RunParts
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import (
@@ -49,8 +50,8 @@ from lockstep.training.selection import (
     select_best,
     update_plateau,
 )
-from lockstep.training.status import RunOutputs, hook_state
-from lockstep.training.trainable import store_trained_set
+from lockstep.training.status import hook_state
+from lockstep.training.trained_set import store_trained_set
 from lockstep.transforms.precision import eager
 
 __all__ = [

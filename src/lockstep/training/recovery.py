@@ -18,15 +18,12 @@ import logging
 import time
 import traceback
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.schema import has_fixed_cut
-from lockstep.distributed import collectives
 from lockstep.distributed.exchange import REGROUP, StepExchange
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
@@ -35,19 +32,21 @@ from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.tensors import as_bytes, from_bytes, local_of
-from lockstep.training.agreement import find_folders
-from lockstep.training.build import BuildRequest, build_batches, build_together
+from lockstep.training.build import BuildRequest, build_together
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
-from lockstep.training.open_run import lock_folder, open_sinks, open_uploads
+from lockstep.training.load import broadcast_state, load_broadcast
+from lockstep.training.open_run import lock_folder, open_sinks
+from lockstep.training.outputs import RunOutputs, open_uploads
 from lockstep.training.parts import RunParts, notify
-from lockstep.training.resume import BY_RANKS
+from lockstep.training.plan import BY_RANKS
 from lockstep.training.run_dir import RunFolder
+from lockstep.training.shared_folder import find_folders
 from lockstep.training.sharing import shares_for
-from lockstep.training.status import BuildInputs, RunOutputs, RunRanks, RunSpec, RunStatus
+from lockstep.training.status import BuildInputs, RunRanks, RunSpec, RunStatus
 from lockstep.training.task_check import restore_findings
-from lockstep.training.trainable import restore_initial_set, restore_trained_set, store_trained_set
+from lockstep.training.trained_set import restore_initial_set, store_trained_set
+from lockstep.training.training_batches import build_batches
 
 __all__ = [
     "Rebuild",
@@ -72,8 +71,6 @@ _MAX_TIMEOUTS = 2
 _SLACK = 30.0
 # Share of `--timeout`: a rank that was blocked for so long has waited for the others.
 _BLOCKED_SHARE = 0.9
-# Bytes of one broadcast.
-_BUCKET_BYTES = 64 << 20
 # Reported in place of a step.
 _REBUILDING = -1
 _NO_STATE = -2
@@ -352,7 +349,7 @@ def _restore(
         reports[name][:2] != reports[sources[rank % len(sources)]][:2] for rank, name in enumerate(generation.members)
     ]
     if any(takes):
-        state = _broadcast_state(state, [generation.members.index(name) for name in sources], world)
+        state = broadcast_state(state, [generation.members.index(name) for name in sources], world)
         if optimizer is not None and takes[world.rank]:
             # It may hold states of other parameters.
             optimizer.state.clear()
@@ -380,66 +377,7 @@ def _restore(
         built.groups.replace_optimizer(build_optimizer(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
     built.engine = build_engine(*parts, notify(world), built.state)
-    # Most tensors have their values already.
-    built.load_state_dict(state)
-    restore_trained_set(built.model, built.state)
-    optimizer = built.groups.optimizer
-    if newest.steps == 0 and optimizer is not None:
-        # Before step 1 these are only buffers to load into. The first step makes the states.
-        optimizer.state.clear()
-    built.restore_groups()
-
-
-def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World) -> dict[str, Tensor]:
-    """Broadcast each part of the state from one rank, into existing tensors. Collective.
-
-    Tensors are sent as bytes, many in a bucket: most are small, each broadcast has a latency, and gloo does not support
-    every dtype. Of distributed tensors this rank's part is sent.
-
-    Args:
-        sources: the rank of each part; rank r has part r % len(sources).
-    """
-    size = len(sources)
-    source = sources[world.rank % size]
-    # The ranks with the same part of the state form a group. Collective.
-    if size > 1:
-        group = world.new_group([*range(world.rank % size, world.size, size)])
-    else:
-        group = None
-    # The dtype is sent without its prefix "torch.".
-    local_layout = [[name, list(local_of(tensor).shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
-    # From the source's layout a rank knows which tensors to receive.
-    layout = world.gather(local_layout if world.rank in sources else None)[source]
-    received = dict[str, Tensor]()
-    bucket = list[Tensor]()
-    nbytes = 0
-    for name, shape, dtype in layout:
-        received[name] = state[name] if name in state else torch.empty(shape, dtype=getattr(torch, dtype))
-        tensor = local_of(received[name])
-        if bucket and nbytes + tensor.nbytes > _BUCKET_BYTES:
-            _broadcast(bucket, source, world, group)
-            bucket = []
-            nbytes = 0
-        bucket.append(tensor)
-        nbytes += tensor.nbytes
-    if bucket:
-        _broadcast(bucket, source, world, group)
-    return received
-
-
-@torch.no_grad()
-def _broadcast(tensors: list[Tensor], source: int, world: World, group: dist.ProcessGroup | None) -> None:
-    """Broadcast the tensors of rank `source` in its group. Collective."""
-    if world.rank == source:
-        flat = torch.cat([as_bytes(tensor) for tensor in tensors])
-    else:
-        flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-    # All ranks with this part of the state take part.
-    collectives.broadcast(flat, src=source, group=group)
-    if world.rank != source:
-        parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
-        for tensor, piece in zip(tensors, parts, strict=True):
-            tensor.copy_(from_bytes(piece, tensor.dtype, tensor.shape))
+    load_broadcast(built, state, newest.steps)
 
 
 def _set_position(status: RunStatus, built: RunParts, best: LeaveReport) -> None:

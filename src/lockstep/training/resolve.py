@@ -49,7 +49,7 @@ from lockstep.training.defaults import (
     is_device_default,
     prompt_defaults,
 )
-from lockstep.training.resume import BY_RANKS, FIXED, RunPlan, samples_in_epoch
+from lockstep.training.plan import BY_RANKS, FIXED, RunPlan, samples_in_epoch
 
 __all__ = [
     "Facts",

@@ -1,60 +1,38 @@
-"""Select a checkpoint, check that a resume fits its plan, and load its weights.
+"""Check that a resume fits the plan that its checkpoint has.
 
-    source = select_checkpoint(Path("outputs/mine"), "best")
-    load_weights(source, model)
+    plan = plan_of(config, run_plan, task, model, own_task=True)    # what a resume must not change
+    check_plan(path, checkpoint_plan(state, plan), plan, config, user_config)
 
-`check_plan` refuses a resume by the differences between the checkpoint's plan and this start's. `RunPlan` divides a run
-into epochs and steps.
+`check_plan` refuses a resume by the differences between the checkpoint's plan and this start's.
 """
 
-import dataclasses
 import hashlib
 import json
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep import checkpoint
-from lockstep.checkpoint.check import read_contents
-from lockstep.checkpoint.format import read_manifest
-from lockstep.checkpoint.read import AVERAGE, averages_of, evaluated_of, open_tensors
-from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config import cli
-from lockstep.config.fields import in_batches, is_span, is_url, local_dir
+from lockstep.config.fields import is_span
 from lockstep.config.schema import Config, flag, is_auto, lookup
 from lockstep.config.task_options import IMAGE_OPTIONS
-from lockstep.data.batches import Origin, StepPlan
-from lockstep.data.shard_order import ONE_LANE, Geometry
-from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.model_init import unexpanded
-from lockstep.errors import CheckpointError, ConfigError, ResumeError
+from lockstep.errors import ConfigError, ResumeError
 from lockstep.guards.contents import first_difference
-from lockstep.run_state import Position, RunState
+from lockstep.run_state import RunState
 from lockstep.task import Task, user_task
-from lockstep.training.agreement import find_folders
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.plan import BY_RANKS, FIXED, RunPlan
 from lockstep.training.selection import criterion_of
 
 __all__ = [
-    "BY_RANKS",
-    "FIXED",
-    "RunPlan",
     "accept_contents",
     "check_extension",
     "check_longer",
     "check_plan",
     "checkpoint_plan",
     "describe_extension",
-    "find_weights",
-    "load_weights",
     "plan_of",
-    "samples_in_epoch",
-    "select_checkpoint",
 ]
 
 
@@ -106,10 +84,6 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
 
 # --- plan
 
-# How a step is cut: into the same micro-batches on any number of ranks, or one for each rank.
-FIXED = "fixed"
-BY_RANKS = "by ranks"
-
 # Options that decide what is computed from which data. The others may change between starts.
 _FIXED_OPTIONS = (
     *("batch_size", "micro_batch_size", "batch_tokens", "micro_batch_tokens", "seed", "seq_len", "lr"),
@@ -119,91 +93,6 @@ _FIXED_OPTIONS = (
 )
 # Options that do so if the learning rate depends on evaluations.
 _EVALUATION_OPTIONS = ("eval_freq", "best_metric", "limit_eval_batches", "eval_micro_batch_size")
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """The steps of a run, and their position in the epochs.
-
-    Attributes:
-        samples: of an epoch: those of the training set or of the task's order, limited by --limit-train-batches; 0 for
-            a stream.
-        config: number of epochs or steps, and the size of a step.
-        origin: step and sample position at which steps of this size begin.
-        min_samples: of a micro-batch: 2 with trainable BatchNorm, which fails on one sample.
-        dataset_samples: of the training set.
-        geometry: of the run's first start, for orders that depend on it.
-        grouped: the task's order is a batch sampler; samples and sizes count its lists.
-        cut: FIXED, or BY_RANKS.
-    """
-
-    samples: int
-    config: Config
-    origin: Origin
-    min_samples: int
-    dataset_samples: int
-    geometry: Geometry = ONE_LANE
-    grouped: bool = False
-    cut: str = FIXED
-
-    @property
-    def step_plan(self) -> StepPlan:
-        """The division of the sample positions into steps.
-
-        With --max-steps each step is full; otherwise the last step ends with the last epoch. A last step that is short
-        is dropped with --data.drop-last, and a last micro-batch of less than `min_samples` is dropped always.
-        """
-        config = self.config
-        origin = self.origin
-        micro_size = self.config.micro_size
-        if config.max_steps:
-            remaining = max(0, config.max_steps - origin.step) * config.batch_size
-        else:
-            remaining = max(0, config.num_epochs * self.samples - origin.position)
-            # A cut by ranks must not decide which samples are left out.
-            if self.cut == FIXED and not config.data.drop_last:
-                unit = micro_size
-            else:
-                unit = config.batch_size
-            if config.data.drop_last or remaining % unit < min(self.min_samples, unit):
-                remaining -= remaining % unit
-        return StepPlan(config.batch_size, micro_size, origin.position + remaining, origin)
-
-    def place(self, done: int) -> Position:
-        """Return the run's position after `done` steps.
-
-        Epochs are counted in samples, so a step may span two.
-        """
-        size = self.config.batch_size
-        position = self.step_plan.start(done)
-        # The batches of a stream know the epoch.
-        if not self.samples:
-            return Position(done, position=position)
-        epoch, within = divmod(position, self.samples)
-        is_end = within == 0 and position == self.step_plan.total
-        # The end of a run is the end of its last epoch, not the start of another.
-        if is_end and epoch:
-            epoch = epoch - 1
-            within = self.samples
-        remaining = self.samples - within
-        if not self.config.max_steps:
-            # A last incomplete step may be dropped.
-            remaining = min(remaining, self.step_plan.total - position)
-        return Position(
-            global_step=done,
-            epoch=epoch,
-            epoch_step=-(-within // size),
-            epoch_progress=within / self.samples,
-            num_batches_remaining=-(-remaining // size),
-            position=position,
-        )
-
-
-def samples_in_epoch(config: Config, samples: int) -> int:
-    """Return the samples of an epoch under --limit-train-batches: whole steps, or all."""
-    if not config.limit_train_batches:
-        return samples
-    return min(samples, in_batches(config.limit_train_batches, samples / config.batch_size) * config.batch_size)
 
 
 def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool) -> dict[str, Any]:
@@ -519,116 +408,3 @@ def _stream_option(name: str) -> str:
     if name == "stream_parts":
         return "parts"
     return flag(name)
-
-
-# --- weights of a checkpoint
-
-_LOG = logging.getLogger("lockstep")
-
-
-def load_weights(
-    source: Path,
-    model: nn.Module,
-    own: Mapping[str, Tensor] | None = None,
-    *,
-    without: Collection[str] = (),
-    leave: Callable[[str], bool] = lambda name: False,
-    ema: bool = False,
-) -> None:
-    """Load a checkpoint's weights into a model, and the task's own tensors into `own`.
-
-    Args:
-        source: the checkpoint's folder.
-        without: `model/NAME` of tensors to leave as they are: the base of adapters.
-        leave: whether to leave a tensor as it is that the checkpoint may have, by its name.
-        ema: load averages for the parameters that have one.
-
-    Raises:
-        CheckpointError: it is damaged, of another model, or lacks the averaged weights of `ema`.
-    """
-    unexpanded(model)
-    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=False).items() if not leave(name)}
-    state = {f"model/{name}": tensor for name, tensor in tensors.items() if f"model/{name}" not in without}
-    state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}
-    with torch.no_grad():
-        checkpoint.load(source, state, None, leave=lambda name: leave(name.removeprefix("model/")))
-        if ema:
-            _load_averages(source, model)
-        elif replaced := evaluated_of(read_contents(source, read_manifest(source))):
-            _load_evaluated(source, model, replaced)
-
-
-def _load_averages(source: Path, model: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
-    with open_tensors(source) as tensors:
-        for name in averages_of(source, tensors.contents):
-            parameters[name.removeprefix(AVERAGE)].copy_(tensors.read(name))
-
-
-def _load_evaluated(source: Path, model: nn.Module, names: Mapping[str, str]) -> None:
-    """Load the weights for evaluation of an optimizer that has others for training."""
-    parameters = dict(model.named_parameters())
-    with open_tensors(source) as tensors:
-        for name, stored in names.items():
-            parameters[name.removeprefix("model/")].copy_(tensors.read(stored))
-
-
-def select_checkpoint(path: Path, which: str | int) -> Path:
-    """Return the checkpoint that `lockstep.load` loads.
-
-    Args:
-        path: a run's folder, or a checkpoint's.
-        which: "best", "last", or a step.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-    if (path / "manifest.json").is_file():
-        return path
-    steps = checkpoint.list_steps(path) if path.is_dir() else []
-    if not steps:
-        raise CheckpointError(f"{path} has no checkpoint; give the folder of a run or of a checkpoint")
-    if which == "best":
-        folder = RunFolder(str(path.parent), path.name)
-        _, selection = folder.read_evaluated()
-        which = selection.best.step if selection.best else "last"
-    step = _newest_finite(path, steps) if which == "last" else int(which)
-    if step not in steps:
-        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return checkpoint.path_of(path, step)
-
-
-def _newest_finite(path: Path, steps: list[int]) -> int:
-    """Return the newest step with finite tensors, or the newest step if there is none."""
-    for step in reversed(steps):
-        if not checkpoint.is_marked(checkpoint.path_of(path, step)):
-            return step
-        _LOG.warning("skipped checkpoint %s: it has tensors that are not finite", checkpoint.path_of(path, step))
-    return steps[-1]
-
-
-def find_weights(config: Config, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:
-    """Find the checkpoint that --init-from names. Collective.
-
-    Returns:
-        The checkpoint, or the newest complete one of a run; and whether it was verified.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-    """
-    name = config.init_from
-    remote = None
-    path = Path(local_dir(name, config.checkpoint.local_dir)).expanduser()
-    if is_url(name):
-        remote = RemoteRun(name, "", "--init-from")
-        world = dataclasses.replace(world)
-        find_folders(RunFolder(str(path.parent), path.name), world)  # collective
-    # The file may be visible on some ranks only, so all ranks decide together.
-    elif any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):
-        return path, False
-    newest = checkpoint.find_newest(path, world, say, remote)  # collective
-    if newest is None:
-        raise CheckpointError(
-            f"--init-from {name}: it has no complete checkpoint; give the folder of a run or of a checkpoint"
-        )
-    return newest, True

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.checkpoint.upload import Uploader
 from lockstep.config.schema import Config
 from lockstep.distributed.exchange import CONTINUE
 from lockstep.distributed.membership import Member
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
-from lockstep.logging import Sinks
 from lockstep.records import Best, EvaluationRecord, Step
-from lockstep.report.goodput import Timeline
 from lockstep.run_state import RunState
+from lockstep.training.outputs import RunOutputs
 from lockstep.training.parts import RunParts
 from lockstep.training.selection import Criterion, select_value
 
@@ -33,7 +31,6 @@ __all__ = [
     "BuildInputs",
     "HookContext",
     "ReadNumbers",
-    "RunOutputs",
     "RunRanks",
     "RunSpec",
     "RunStatus",
@@ -141,21 +138,6 @@ class RunRanks:
     digest: str = ""
     evaluated_step: int = -1
     pending_stop: PendingStop = field(default_factory=PendingStop)
-
-
-@dataclass
-class RunOutputs:
-    """Where a run writes its records.
-
-    Attributes:
-        sinks: of the metrics, on rank 0.
-        timeline: records where the time goes.
-        uploader: to the run's object store, on the first rank of each folder; it outlives a rollback.
-    """
-
-    sinks: Sinks = field(default_factory=lambda: Sinks([]))
-    timeline: Timeline = field(default_factory=Timeline)
-    uploader: Uploader | None = None
 
 
 @dataclass

@@ -1,20 +1,16 @@
-"""Track which parameters a run trains: adapters, unfreezing, freezing, added groups.
+"""Load the base of adapters, and add them to a run's model: `--lora.rank`.
 
-    restore_initial_set(model, state)       # before an engine is made, so that the checkpoint's tensors fit it
-    restore_trained_set(model, state)       # once they are loaded
-    store_trained_set(engine, state)        # before the state is saved
-
-From the first change on, every checkpoint has a `run_state.TrainedSet`.
+has_adapters = add_adapters(config, task, model, world, state, say)
+model = load_with_adapters(model, state.lora)       # by the description in a checkpoint
+base_tensor_names(model, state)                     # what a checkpoint of adapters leaves out
 """
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
@@ -25,34 +21,24 @@ from lockstep.config.fields import is_url
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.base import Engine
 from lockstep.engines.ddp import listed
-from lockstep.engines.registry import trained_set
-from lockstep.engines.wrappers import set_trained
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject, is_within
 from lockstep.models.quantized import quantized_layers, scales
-from lockstep.run_state import AdapterState, RunState, TrainedSet
+from lockstep.run_state import AdapterState, RunState
 from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.training.init_drop import init_drop
-from lockstep.training.resume import find_weights, load_weights
+from lockstep.training.weights import find_weights, load_model
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
 __all__ = [
     "add_adapters",
     "add_empty_adapters",
     "base_tensor_names",
-    "check_in_optimizer",
     "load_with_adapters",
-    "restore_initial_set",
-    "restore_trained_set",
-    "store_trained_set",
-    "trained_digest",
 ]
 
-
-# --- adapters
 
 Say = Callable[[str], None]
 
@@ -275,7 +261,7 @@ def _load_base(model: nn.Module, source: Path, leave: Callable[[str], bool], lab
             tensor.data = tensor.data.to(getattr(torch, tensors[name].dtype))
     if label:
         check_fits(label, wanted, tensors, lambda name: leave(name.removeprefix("model/")))
-    load_weights(source, model, leave=leave)
+    load_model(source, model, leave=leave)
 
 
 def _digest(model: nn.Module, modules: Collection[str]) -> str:
@@ -286,59 +272,3 @@ def _digest(model: nn.Module, modules: Collection[str]) -> str:
     # Quantization settings are JSON that a newer package may extend, so they are not hashed.
     described = {name for name in scales(model) if ".quant_state." in name}
     return checkpoint.fingerprint_of(tensors | {n: t for n, t in scales(model).items() if n not in described})
-
-
-# --- trained set
-
-
-def trained_digest(trained: TrainedSet | None) -> int:
-    """Hash the trained set; 0 if it never changed."""
-    if trained:
-        return zlib.crc32("\n".join(sorted(trained.now)).encode())
-    return 0
-
-
-def store_trained_set(engine: Engine, state: RunState) -> None:
-    """Store the current trained set in the state, if it ever changed."""
-    state.trained = trained_set(engine) or state.trained
-
-
-def restore_initial_set(model: nn.Module, state: RunState) -> list[str]:
-    """Make the model train the parameters that the checkpoint's engine was made for.
-
-    Returns:
-        The names of those that the model would not train by itself.
-    """
-    trained = state.trained
-    if trained is None:
-        return []
-    default = set()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            default.add(name)
-    set_trained(model, {*trained.made})
-    return [name for name in trained.made if name not in default]
-
-
-def check_in_optimizer(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:
-    """Raise ResumeError if the optimizer lacks some of these unfrozen parameters."""
-    optimized = set()
-    for group in optimizer.param_groups if optimizer else ():
-        for p in group["params"]:
-            optimized.add(id(p))
-    parameters = dict(model.named_parameters())
-    missing = []
-    for name in names:
-        if name in parameters and id(parameters[name]) not in optimized:
-            missing.append(name)
-    if missing:
-        raise ResumeError(
-            f"the run unfroze {listed(missing)} while it trained, and the task's `optimizer` has no group with them: "
-            "give it all parameters that require gradients"
-        )
-
-
-def restore_trained_set(model: nn.Module, state: RunState) -> None:
-    """Make the model train the parameters that the run trained when its state was stored."""
-    if state.trained is not None:
-        set_trained(model, {*state.trained.now})

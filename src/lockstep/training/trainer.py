@@ -54,18 +54,12 @@ from lockstep.training.components import (
     save_and_evaluate,
 )
 from lockstep.training.guards import name_and_memory, skips_file
-from lockstep.training.init_weights import check_init_from
-from lockstep.training.open_run import (
-    close_uploads,
-    count_restarts,
-    load_state,
-    lock_folder,
-    open_sinks,
-    open_uploads,
-    upload_rest,
-)
+from lockstep.training.load import check_init_from, load_state
+from lockstep.training.open_run import count_restarts, lock_folder, open_sinks
 from lockstep.training.out_of_memory import MicroBatchCut, cut_step, free_frames, record_size
+from lockstep.training.outputs import RunOutputs, close_uploads, open_uploads, upload_rest
 from lockstep.training.parts import LockFacts, RunParts, notify
+from lockstep.training.plan import FIXED
 from lockstep.training.profiler import check_range
 from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (
@@ -82,10 +76,9 @@ from lockstep.training.recovery import (
     run_digest,
 )
 from lockstep.training.resolve import with_micro_batch_size
-from lockstep.training.resume import FIXED
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
-from lockstep.training.status import BuildInputs, HookContext, RunOutputs, RunSpec, RunStatus, update_best
+from lockstep.training.status import BuildInputs, HookContext, RunSpec, RunStatus, update_best
 from lockstep.training.summary import announce
 from lockstep.training.trial_state import describe_unsaved
 
