@@ -13,7 +13,7 @@ from lockstep.config.schema import Config
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.world import World
 from lockstep.training.evidence import HalvedSamples, weigh
-from lockstep.training.loss_check import Trial
+from lockstep.training.trial import Trial
 
 
 class Written(lockstep.Task):

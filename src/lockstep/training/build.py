@@ -18,6 +18,7 @@ from torch import nn
 from lockstep import checkpoint
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config.deepspeed import check_settings, read_json
+from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.fields import is_url
 from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
@@ -26,10 +27,12 @@ from lockstep.data.groups import GroupOrder, TokenGroups, grouped_order
 from lockstep.data.sampler import SizedOrder
 from lockstep.data.shard_order import training_order
 from lockstep.data.stream_batches import StreamData
+from lockstep.distributed.membership import Member
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
+from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
@@ -64,6 +67,7 @@ from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import check_criteria, depends_on_evaluations
 from lockstep.training.shared_folder import check_shared_folder, find_folders
 from lockstep.training.sharing import check_division
+from lockstep.training.status import BuildInputs, RunSpec
 from lockstep.training.task_check import (
     Trial,
     check_auditable,
@@ -82,6 +86,7 @@ from lockstep.transforms.precision import is_double, task_in_precision
 __all__ = [
     "BuildRequest",
     "build",
+    "build_joiner",
     "build_together",
     "remote_run",
 ]
@@ -435,3 +440,23 @@ def _read_newest_state(folder: RunFolder) -> RunState:
     if steps:
         return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1]))
     return RunState()
+
+
+def build_joiner(spec: RunSpec, inputs: BuildInputs, world: World, member: Member) -> RunParts:
+    """Build, without the other ranks, what this process needs to join a run."""
+    config = inputs.config
+    config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
+    alone = dataclasses.replace(config, engine="auto", shares="equal")
+    if ENGINES[name_of(config.engine, world)].places_model:
+        alone = dataclasses.replace(alone, engine_options=EngineOptions())
+    # The run in progress chose its cut by the number of its ranks, which this process does not know.
+    cut = "" if has_fixed_cut(config) else BY_RANKS
+    size = RunFolder(config.local_dir, config.experiment_name).read_micro_size()
+    alone = dataclasses.replace(alone, micro_batch_size=size or alone.micro_batch_size)
+    request = BuildRequest(joining=True, min_steps=spec.min_steps, cut=cut)
+    with world.together():
+        built = build_together(alone, spec.task, world, inputs.user_objects, request)
+    built.config = dataclasses.replace(
+        built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
+    )
+    return built

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -60,11 +60,9 @@ from lockstep.training.isolation import (
     own_gradients,
     training_modes,
 )
+from lockstep.training.trial import Trial
 from lockstep.training.weight_moves import LAST_BIT, moved, stretched
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
-
-if TYPE_CHECKING:
-    from lockstep.training.loss_check import Trial
 
 __all__ = [
     "HalvedSamples",
@@ -150,7 +148,7 @@ class Finding(NamedTuple):
 # --- weigh
 
 
-def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Verdict:
+def weigh(trial: Trial, places: Sequence[HalvedSamples], seed: int = 0) -> Verdict:
     """Compare the gradient of some samples with those of their halves. Collective.
 
     Leaves no trace: weights, gradients, buffers, modes and generators are as before.
@@ -187,7 +185,7 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return Verdict("unknown", error_line(error))
 
 
-def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
+def _check_unwritten(trial: Trial, versions: Mapping[str, int]) -> None:
     """Raise ConfigError for a parameter that a forward or the loss has overwritten.
 
     Args:
@@ -208,7 +206,7 @@ def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
         )
 
 
-def _undecidable(trial: "Trial") -> str:
+def _undecidable(trial: Trial) -> str:
     """Return why a run cannot be weighed, only declare its reduction; "": it can."""
     if trial.task.own_steps is not None:
         return "the task steps its optimizers itself"
@@ -292,7 +290,7 @@ class _Weighing:
         narrow: losses are computed under the run's autocast.
     """
 
-    def __init__(self, trial: "Trial", seed: int) -> None:
+    def __init__(self, trial: Trial, seed: int) -> None:
         self.trial = trial
         self._seed = seed
         self.is_sharded = any(map(is_dtensor, trial.model.parameters()))
@@ -308,7 +306,7 @@ class _Weighing:
         with contextlib.ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(training_modes(self.trial))
+            stack.enter_context(training_modes(self.trial.model, self.trial.training_modes))
             stack.enter_context(exact_arithmetic(self._model))
             stack.enter_context(own_gradients(self._parameters))
             stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))

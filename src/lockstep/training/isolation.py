@@ -1,6 +1,6 @@
 """Contexts in which a trial computes gradients and leaves no trace.
 
-    with training_modes(trial), exact_arithmetic(model), own_gradients(parameters):
+    with training_modes(model, modes), exact_arithmetic(model), own_gradients(parameters):
         loss.backward()
 
 A `GeneratorWatch` reports which generators a loss has used besides those that a trial seeds.
@@ -11,9 +11,9 @@ import gc
 import pickle
 import random
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.task import Task
-
-if TYPE_CHECKING:
-    from lockstep.training.loss_check import Trial
 
 __all__ = [
     "GeneratorWatch",
@@ -38,11 +35,15 @@ __all__ = [
 
 
 @contextmanager
-def training_modes(trial: "Trial") -> Iterator[None]:
-    """Set the modes of training, but BatchNorm's to evaluation."""
-    before = [(module, module.training) for module in trial.model.modules()]
+def training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Set the modes of training, but BatchNorm's to evaluation.
+
+    Args:
+        modes: of the model's modules in training; others keep theirs.
+    """
+    before = [(module, module.training) for module in model.modules()]
     for module, mode in before:
-        is_training = trial.training_modes.get(module, mode)
+        is_training = modes.get(module, mode)
         module.training = is_training and not isinstance(module, _BatchNorm)
     try:
         yield

@@ -99,11 +99,12 @@ def check_init_from(built: RunParts) -> None:
 
 def _load_init_from(built: RunParts) -> None:
     """Load the weights of --init-from into a new run. Collective."""
+    drop = init_drop(built.config, built.task)
     # A path that one rank sees decides for all, as in the check.
     if any(built.world.gather(_foreign_path(built) is not None)):
-        _load_foreign(built)
+        _load_foreign(built, drop)
     else:
-        _load_checkpoint(built)
+        _load_checkpoint(built, drop)
 
 
 def _check_run(built: RunParts, source: Path) -> None:
@@ -117,24 +118,23 @@ def _check_run(built: RunParts, source: Path) -> None:
     contents = read_contents(source, read_manifest(source))
     stored = [name.removeprefix(_GROUP) for name in contents if name.startswith(_GROUP)]
     drop.check(_model_tensors(state), stored)
-    wanted = _tensors_to_load(built, source, state)
+    wanted = _tensors_to_load(built, source, state, drop)
     check_fits(f"--init-from {built.config.init_from}", wanted, contents, partial(_is_left, drop))
 
 
-def _load_checkpoint(built: RunParts) -> None:
+def _load_checkpoint(built: RunParts, drop: InitDrop) -> None:
     """Load the weights of a checkpoint of lockstep into a new run. Collective."""
     source, verified = built.init_source or find_weights(built.config, built.world, _LOG.warning)  # collective
-    drop = init_drop(built.config, built.task)
     state = built.engine.state_dict()
-    weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state))  # collective
+    weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state, drop))  # collective
     if weights:
         checkpoint.load(source, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
         _load_evaluated(built, source, weights)
         load_weights(built.engine, without_average(state))
-    _LOG.info("a new run with the weights of %s%s", source, _describe_left(built, state))
+    _LOG.info("a new run with the weights of %s%s", source, _describe_left(drop, state))
 
 
-def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor], drop: InitDrop) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint of lockstep fills.
 
     {} for the base of adapters, which is loaded already.
@@ -150,7 +150,6 @@ def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor])
         )
     if built.base_names and not has_adapters:
         return {}
-    drop = init_drop(built.config, built.task)
     names = []
     for name in state:
         if name.startswith(_GROUP) and name not in built.base_names:
@@ -196,10 +195,9 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
     return True
 
 
-def _load_foreign(built: RunParts) -> None:
+def _load_foreign(built: RunParts, drop: InitDrop) -> None:
     """Load weights that another library saved, each rank its part. Collective."""
     state, path = built.engine.state_dict(), Path(built.config.init_from).expanduser()
-    drop = init_drop(built.config, built.task)
 
     def load() -> str:
         with open_foreign(path) as source:
@@ -209,7 +207,7 @@ def _load_foreign(built: RunParts) -> None:
 
     line = await_all_ranks(built.world, load)  # collective
     load_weights(built.engine, without_average(state))
-    _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(built, state))
+    _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(drop, state))
 
 
 def _ties_of(built: RunParts) -> dict[str, str]:
@@ -228,9 +226,8 @@ def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(_GROUP): tensor for name, tensor in state.items() if name.startswith(_GROUP)}
 
 
-def _describe_left(built: RunParts, state: Mapping[str, Tensor]) -> str:
+def _describe_left(drop: InitDrop, state: Mapping[str, Tensor]) -> str:
     """Describe the tensors that keep their initial values; "" for none."""
-    drop = init_drop(built.config, built.task)
     names = [name for name in _model_tensors(state) if drop.matches(name)]
     if names:
         return f"; {drop.origin} leaves {len(names)} tensors as initialised: {list_names(names)}"

@@ -8,11 +8,10 @@ Where a step is cut, its loss must be a sum or a mean over items: `lockstep.trai
 """
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,12 +25,9 @@ from lockstep.data.loader import blamed, generators_kept
 from lockstep.data.stream_batches import StreamBatches
 from lockstep.distributed.membership import translate_errors
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.base import Engine, at_rest
-from lockstep.engines.fsdp.forwards import is_split, same_units
+from lockstep.engines.fsdp.forwards import same_units
 from lockstep.engines.memory import is_out_of_memory
-from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
-from lockstep.loop import seeder
 from lockstep.passes import split_loss
 from lockstep.task import Task, has_step_loss, needs_graph, set_detected, user_task
 from lockstep.tensors import local_of
@@ -44,6 +40,7 @@ from lockstep.training.evidence import (
     weigh,
 )
 from lockstep.training.isolation import training_modes
+from lockstep.training.trial import Trial
 from lockstep.training.trial_state import (
     describe_marks,
     differing_marks,
@@ -53,13 +50,11 @@ from lockstep.training.trial_state import (
     unsaved_marks,
 )
 from lockstep.training.weight_moves import moved
-from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
     "PLACES",
     "HalvedSamples",
     "Measurement",
-    "Trial",
     "call_method",
     "check_loss",
     "check_marks",
@@ -141,134 +136,6 @@ class Measurement(NamedTuple):
         return math.nan
 
 
-@final
-class Trial:
-    """A task and its engine, to try the task's methods without side effects.
-
-    Args:
-        plain: the model before the engine wraps it, with the user's layer names.
-        say: called with a line for the user, on every rank.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        plain: nn.Module,
-        task: Task,
-        world: World,
-        config: Config,
-        say: Callable[[str], None],
-    ) -> None:
-        self.engine = engine
-        self.plain = plain
-        self.task = task
-        self.world = world
-        self.config = config
-        self.say = say
-        # The error of a proof that had too little memory.
-        self.memory_error: torch.OutOfMemoryError | None = None
-        self.training_modes = {module: module.training for module in engine.model.modules()}
-        self._reseed = seeder(0, "check", world.device)
-        # Fewer than four bytes: less precise than float32.
-        narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
-        self.is_low_precision = narrow or config.engine_options.param_dtype not in ("same", "float32")
-        # Manual optimization computes gradients by itself; a static graph must be recorded in a real step.
-        self._has_graph = task.own_steps is None and not config.engine_options.static_graph
-
-    @property
-    def model(self) -> nn.Module:
-        """The engine's model; its forward may have collectives."""
-        return self.engine.model
-
-    @property
-    def limit(self) -> float:
-        """Relative difference up to which two numbers count as equal."""
-        if self.is_low_precision:
-            return 0.05
-        return 0.01
-
-    def preserve(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for one call of the loss that undoes its changes."""
-        return preserve_state(self.model, self.task, self.world.device, training=True)
-
-    def sandbox(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that runs eagerly, and undoes side effects at its end."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(preserve_state(self.model, self.task, self.world.device))
-        stack.enter_context(eager())
-        return stack
-
-    @contextlib.contextmanager
-    def with_graph(self) -> Iterator[None]:
-        """Return a context for a forward as in step 1, without a backward."""
-        if not self._has_graph:
-            with torch.no_grad():
-                yield
-            return
-        try:
-            with torch.enable_grad(), self.engine.accumulate(False, False):
-                yield
-        finally:
-            undo_step(self.engine)
-            at_rest(self.model)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a rank has parts of the parameters only, so that its forwards are collective."""
-        return is_split(self.model)
-
-    def alone(self) -> "Trial":
-        """Return the same trial for this rank without the others."""
-        trial = copy.copy(self)
-        trial.world = World(device=self.world.device)
-        return trial
-
-    def raise_memory_error(self) -> None:
-        """Raise the error of a proof that ran out of memory on this rank.
-
-        Smaller micro-batches may fit.
-        """
-        if self.memory_error is not None:
-            raise self.memory_error
-
-    def seed(self, number: int = 0) -> None:
-        """Seed the random numbers of a loss; another `number` is another seed."""
-        self._reseed(number, 0)
-
-    def load_halves(self, batches: Batches, place: int) -> HalvedSamples | None:
-        """Load samples and their halves as the function does; None if a rank cannot. Collective."""
-        samples = on_all_ranks(self.world, lambda: load_halves(batches, place))  # collective
-        # If one rank cannot load them, no rank uses them.
-        if all(self.world.gather(samples is not None)):
-            return samples
-        return None
-
-    def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[list[Any]], bool] | None:
-        """Run `action` on every rank; None if it fails on one. Collective.
-
-        It runs in the parameters' dtype, unless the model relies on autocast.
-
-        Args:
-            action: returns a JSON value.
-
-        Returns:
-            The results by rank, and whether it needs a graph.
-        """
-        # Try without autocast and gradients first; the task's code may need either.
-        for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
-            for gradients in (False, True):
-                result = None
-                dtypes = contextlib.nullcontext() if narrow else without_autocast()
-                with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), dtypes:
-                    result = action()
-                # A failure on one rank counts for all, because the next attempt may be collective.
-                results: list[Any] = self.world.gather(result)
-                if all(numbers is not None for numbers in results):
-                    self.is_low_precision = self.is_low_precision or narrow
-                    return results, gradients
-        return None
-
-
 def load_first(batches: Batches) -> MicroBatch:
     """Load this rank's first micro-batch."""
     # The steps before it were cut differently.
@@ -320,6 +187,15 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     # A second load shows whether the samples are random.
     reload = lambda: batches.parts(step, spans[:1])[0][0]  # noqa: E731
     return HalvedSamples(batch, halves, samples, is_random, reload, problem)
+
+
+def _load_halves_together(batches: Batches, place: int, world: World) -> HalvedSamples | None:
+    """Load samples and their halves as `load_halves`; None if a rank cannot. Collective."""
+    samples = on_all_ranks(world, lambda: load_halves(batches, place))  # collective
+    # If one rank cannot load them, no rank uses them.
+    if all(world.gather(samples is not None)):
+        return samples
+    return None
 
 
 def load_places(batches: Batches, count: int, task: Task | None = None) -> list[HalvedSamples]:
@@ -381,7 +257,9 @@ def measure(
     measurements = list[Measurement]()
     needs_graph = False
     for place in range(_ROUNDS):
-        samples = places[place] if place < len(places) else trial.load_halves(batches, place)  # collective
+        samples = (
+            places[place] if place < len(places) else _load_halves_together(batches, place, trial.world)
+        )  # collective
         if samples is None:
             break
         # The default argument binds this round's samples; mypy cannot infer its type.
@@ -392,7 +270,7 @@ def measure(
         gathered = [Measurement(*row) for row in rows]
         if not all(map(is_clean, gathered)):
             # Collective. The dataset may draw random numbers too.
-            second = trial.load_halves(batches, place) or samples
+            second = _load_halves_together(batches, place, trial.world) or samples
             tensors = []
             for item in (samples, second):
                 tensors.append([piece.held for piece in (item.whole, *item.halves)])
@@ -576,7 +454,7 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
     marks = dict[str, str]()
     unsaved = list[str]()
     # If the loss fails in its real call too, that call reports it.
-    with trial.preserve(), training_modes(trial), contextlib.suppress(Exception):
+    with trial.preserve(), training_modes(trial.model, trial.training_modes), contextlib.suppress(Exception):
         marks = marks_of(model, task, call, lambda: moved(parameters, 0))
         unsaved = unsaved_marks(marks, trial.plain, task) if is_users else []
     if not depends_on_cut:

@@ -16,9 +16,10 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError
 from lockstep.task import has_step_loss, set_step
 from lockstep.training.evidence import HalvedSamples, halve, weigh
-from lockstep.training.loss_check import Trial, is_cut
+from lockstep.training.loss_check import is_cut
 from lockstep.training.parts import RunParts
 from lockstep.training.trained_set import trained_digest
+from lockstep.training.trial import Trial
 
 __all__ = ["LossWatch"]
 

@@ -1,9 +1,10 @@
-"""Lock the run's folder, write metadata, open the sinks.
+"""Lock the run's folder, write metadata, open the sinks, and log the lines at the start.
 
 lock_folder(built)                  # on rank 0
 sinks = open_sinks(built)           # on rank 0; cleans the folder and writes metadata
 """
 
+import logging
 import os
 from typing import Any
 
@@ -16,15 +17,27 @@ from lockstep.logging.console import Console
 from lockstep.logging.jsonl import JsonLines, read
 from lockstep.logging.trackers import masked, remote_sinks
 from lockstep.run_state import LauncherState, RunState
-from lockstep.training import run_dir
+from lockstep.task import has_own
+from lockstep.training import resume, run_dir
+from lockstep.training.agreement import log_ranks
+from lockstep.training.defaults import (
+    describe_data,
+    describe_loss,
+    describe_optimizer,
+    describe_step,
+    plan_warnings,
+)
 from lockstep.training.parts import RunParts
 from lockstep.training.selection import abbreviate_best
 
 __all__ = [
+    "announce",
     "count_restarts",
     "lock_folder",
     "open_sinks",
 ]
+
+_LOG = logging.getLogger("lockstep")
 
 
 def lock_folder(built: RunParts) -> None:
@@ -111,3 +124,34 @@ def _run_metadata(built: RunParts) -> dict[str, Any]:
             "sources": dict(built.task.sources),
         }
     )
+
+
+def announce(built: RunParts) -> None:
+    """Log each rank's device, the size of a step, the optimizer and warnings."""
+    if built.world.is_main:
+        log_ranks(built.places)
+    if line := describe_data(built.run_plan, built.task.data_facts):
+        _LOG.info(line)
+    _LOG.info(describe_step(built.run_plan, built.world.size))
+    if line := describe_loss(built.run_plan, built.task):
+        _LOG.info(line)
+    for line in built.batches.describe():
+        _LOG.info(line)
+    if not has_own(built.task, "optimizer"):
+        _LOG.info(describe_optimizer(built.run_plan))
+    if built.config.checkpoint.mode == "none" and built.world.is_main:
+        _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
+    if built.remote:
+        if built.world.leads:
+            nodes = f"; each of {len(set(built.world.leads))} nodes has its own"
+        else:
+            nodes = ""
+        _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, nodes)
+    factor_now = built.lr_factor(built.start)
+    if factor_now is not None and (
+        line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)
+    ):
+        _LOG.info(line)
+    run = built.run_plan, built.model, built.task.data_facts, built.world.size
+    for line in plan_warnings(*run) if built.world.is_main else ():
+        _LOG.warning(line)

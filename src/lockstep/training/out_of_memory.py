@@ -1,6 +1,6 @@
 """Repeat a step that ran out of memory with smaller micro-batches: `--on-oom smaller`.
 
-    with cut_step(ranks, built, components):      # around the steps
+    with cut_step(ranks, built, exchange, save):      # around the steps
         ...
 
 The run is built again, as after a rollback, with the size that `micro-batch.json` in its folder records. One process
@@ -10,26 +10,23 @@ meet again; where a lost rank ends the run, it ends and all are restarted. Both 
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.progress import rank_label
 from lockstep.engines.base import at_rest
 from lockstep.engines.registry import undo_step
 from lockstep.errors import LockstepError, StorageError
-from lockstep.guards.nonfinite import Rollback
 from lockstep.logging import Sinks
 from lockstep.loop import StepOutOfMemory
-from lockstep.training.components import StepComponents, save
 from lockstep.training.cutting import explain_smallest, smaller_size
 from lockstep.training.parts import RunParts
-from lockstep.training.recovery import Rebuild
-from lockstep.training.status import BuildInputs, RunRanks
+from lockstep.training.status import BuildInputs, MicroBatchCut, Rebuild, RunRanks
 
 __all__ = [
-    "MicroBatchCut",
     "cut_step",
     "free_frames",
     "record_size",
@@ -39,13 +36,12 @@ __all__ = [
 _LOG = logging.getLogger("lockstep")
 
 
-class MicroBatchCut(Rollback):
-    """Request to build the run again with the smaller micro-batches that its folder records."""
-
-
 @contextmanager
-def cut_step(ranks: RunRanks, built: RunParts, components: StepComponents) -> Iterator[None]:
+def cut_step(ranks: RunRanks, built: RunParts, exchange: StepExchange, save: Callable[[int], None]) -> Iterator[None]:
     """Turn a step that ran out of memory into a request for smaller micro-batches.
+
+    Args:
+        save: saves the state after this number of steps.
 
     Raises:
         MicroBatchCut: of one process.
@@ -57,7 +53,7 @@ def cut_step(ranks: RunRanks, built: RunParts, components: StepComponents) -> It
     except StepOutOfMemory as error:
         if built.config.on_oom != "smaller":
             raise
-        step = components.exchange.engine_steps
+        step = exchange.engine_steps
         world = built.world
         before = built.config.micro_size
         free_frames(error)
@@ -70,7 +66,7 @@ def cut_step(ranks: RunRanks, built: RunParts, components: StepComponents) -> It
         )
         _record(built, size, line)
         if world.size == 1:
-            _save_before(built, components, step)
+            _save_before(built, save, step)
             raise MicroBatchCut(line) from None
         if ranks.member:
             raise Rebuild(f"{line}, from the newest checkpoint") from None
@@ -113,7 +109,7 @@ def _record(built: RunParts, size: int, line: str) -> None:
         raise LockstepError(f"{line}, but {built.folder.path} cannot be written: {problem.strerror}") from problem
 
 
-def _save_before(built: RunParts, components: StepComponents, step: int) -> None:
+def _save_before(built: RunParts, save: Callable[[int], None], step: int) -> None:
     """Save the state before the step, unless a forward may have changed it for good.
 
     The run then goes back to its newest checkpoint.
@@ -124,4 +120,4 @@ def _save_before(built: RunParts, components: StepComponents, step: int) -> None
     at_rest(built.engine.model)
     for parameter in built.engine.model.parameters():
         parameter.grad = None
-    save(components, step)
+    save(step)

@@ -259,6 +259,13 @@ class RunParts:
         """Learning rate of the optimizer's first group in the last step."""
         return self.groups.settings.rate
 
+    @property
+    def hook_state(self) -> dict[str, Any]:
+        """The hooks' own part of the run's state, made if missing."""
+        if self.state.hooks is None:
+            self.state.hooks = {}
+        return self.state.hooks
+
     def store_groups(self) -> None:
         """Store the changed settings of the optimizer's groups in the run's state."""
         sets_rates = self.task.live_rates is not None or self.task.own_steps is not None

@@ -50,7 +50,6 @@ from lockstep.training.selection import (
     select_best,
     update_plateau,
 )
-from lockstep.training.status import hook_state
 from lockstep.training.trained_set import store_trained_set
 from lockstep.transforms.precision import eager
 
@@ -421,7 +420,7 @@ class RunRecorder:
         self._update_state(done)
         built = self._built
         if built.task.hooks:
-            built.task.hooks.before_save(hook_state(built.state), done)
+            built.task.hooks.before_save(built.hook_state, done)
         # The saver's thread writes it later, when the run's state has changed.
         state = built.state.copy()
         tensors = built.tensors()

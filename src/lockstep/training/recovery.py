@@ -22,35 +22,29 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config import cli
-from lockstep.config.engine_options import ENGINES, EngineOptions
-from lockstep.config.schema import has_fixed_cut
+from lockstep.config.engine_options import ENGINES
 from lockstep.distributed.exchange import REGROUP, StepExchange
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.registry import explain_no_replica, leave_groups, name_of, replica_size, undo_step
-from lockstep.errors import PeerError, RankLost
+from lockstep.errors import PeerError
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.training.build import BuildRequest, build_together
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.load import broadcast_state, load_broadcast
 from lockstep.training.open_run import lock_folder, open_sinks
 from lockstep.training.outputs import RunOutputs, open_uploads
 from lockstep.training.parts import RunParts, notify
-from lockstep.training.plan import BY_RANKS
-from lockstep.training.run_dir import RunFolder
 from lockstep.training.shared_folder import find_folders
 from lockstep.training.sharing import shares_for
-from lockstep.training.status import BuildInputs, RunRanks, RunSpec, RunStatus
+from lockstep.training.status import Rebuild, RunRanks, RunStatus
 from lockstep.training.task_check import restore_findings
 from lockstep.training.trained_set import restore_initial_set, store_trained_set
 from lockstep.training.training_batches import build_batches
 
 __all__ = [
-    "Rebuild",
-    "build_joiner",
     "explain_no_recovery",
     "is_rank_loss",
     "leave_to_build",
@@ -74,13 +68,6 @@ _BLOCKED_SHARE = 0.9
 # Reported in place of a step.
 _REBUILDING = -1
 _NO_STATE = -2
-
-
-class Rebuild(RankLost):
-    """A request that all ranks rebuild the whole run.
-
-    A rank failed during a rollback, or needs smaller micro-batches.
-    """
 
 
 def register_member(world: World | None) -> Member | None:
@@ -112,26 +99,6 @@ def explain_no_recovery(built: RunParts) -> str:
 def ranks_per_replica(built: RunParts) -> int:
     """Return the number of ranks that together have one copy of the states."""
     return replica_size(name_of(built.config.engine, built.world), built.config.engine_options, built.world)
-
-
-def build_joiner(spec: RunSpec, inputs: BuildInputs, world: World, member: Member) -> RunParts:
-    """Build, without the other ranks, what this process needs to join a run."""
-    config = inputs.config
-    config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
-    alone = dataclasses.replace(config, engine="auto", shares="equal")
-    if ENGINES[name_of(config.engine, world)].places_model:
-        alone = dataclasses.replace(alone, engine_options=EngineOptions())
-    # The run in progress chose its cut by the number of its ranks, which this process does not know.
-    cut = "" if has_fixed_cut(config) else BY_RANKS
-    size = RunFolder(config.local_dir, config.experiment_name).read_micro_size()
-    alone = dataclasses.replace(alone, micro_batch_size=size or alone.micro_batch_size)
-    request = BuildRequest(joining=True, min_steps=spec.min_steps, cut=cut)
-    with world.together():
-        built = build_together(alone, spec.task, world, inputs.user_objects, request)
-    built.config = dataclasses.replace(
-        built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
-    )
-    return built
 
 
 def regroup(status: RunStatus, built: RunParts, member: Member) -> None:

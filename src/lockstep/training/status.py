@@ -20,9 +20,9 @@ from lockstep.config.schema import Config
 from lockstep.distributed.exchange import CONTINUE
 from lockstep.distributed.membership import Member
 from lockstep.distributed.world import World
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RankLost
+from lockstep.guards.nonfinite import Rollback
 from lockstep.records import Best, EvaluationRecord, Step
-from lockstep.run_state import RunState
 from lockstep.training.outputs import RunOutputs
 from lockstep.training.parts import RunParts
 from lockstep.training.selection import Criterion, select_value
@@ -30,11 +30,12 @@ from lockstep.training.selection import Criterion, select_value
 __all__ = [
     "BuildInputs",
     "HookContext",
+    "MicroBatchCut",
     "ReadNumbers",
+    "Rebuild",
     "RunRanks",
     "RunSpec",
     "RunStatus",
-    "hook_state",
     "update_best",
 ]
 
@@ -215,7 +216,7 @@ class HookContext:
     def __init__(self, status: RunStatus, built: RunParts) -> None:
         self._status = status
         self._built = built
-        self.state: dict[str, Any] = hook_state(built.state)
+        self.state: dict[str, Any] = built.hook_state
         self.log_freq: int = built.config.log_freq
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -240,13 +241,6 @@ class HookContext:
         return self._status.best
 
 
-def hook_state(state: RunState) -> dict[str, Any]:
-    """Return the hooks' own part of a run's state, made if missing."""
-    if state.hooks is None:
-        state.hooks = {}
-    return state.hooks
-
-
 def update_best(status: RunStatus) -> None:
     """Set the best evaluation from the run's state."""
     built = status.built
@@ -256,3 +250,14 @@ def update_best(status: RunStatus) -> None:
         # An earlier start of the run may have written it.
         exists = built.config.checkpoint.mode != "none" or path.is_dir()
         status.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)
+
+
+class Rebuild(RankLost):
+    """A request that all ranks rebuild the whole run.
+
+    A rank failed during a rollback, or needs smaller micro-batches.
+    """
+
+
+class MicroBatchCut(Rollback):
+    """Request to build the run again with the smaller micro-batches that its folder records."""

@@ -37,7 +37,6 @@ from lockstep.training.loss_check import (
     PLACES,
     HalvedSamples,
     Measurement,
-    Trial,
     call_method,
     check_loss,
     check_marks,
@@ -51,6 +50,7 @@ from lockstep.training.loss_check import (
     suggest_fixes,
     try_loss,
 )
+from lockstep.training.trial import Trial
 from lockstep.transforms.batchnorm import Synchronised
 from lockstep.transforms.determinism import autotuned, pin_compiler
 from lockstep.whole_step import check_outputs

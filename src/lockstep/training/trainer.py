@@ -37,7 +37,7 @@ from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING, Timeline
 from lockstep.report.page import write
-from lockstep.training.build import BuildRequest, build_together, remote_run
+from lockstep.training.build import BuildRequest, build_joiner, build_together, remote_run
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
@@ -55,16 +55,14 @@ from lockstep.training.components import (
 )
 from lockstep.training.guards import name_and_memory, skips_file
 from lockstep.training.load import check_init_from, load_state
-from lockstep.training.open_run import count_restarts, lock_folder, open_sinks
-from lockstep.training.out_of_memory import MicroBatchCut, cut_step, free_frames, record_size
+from lockstep.training.open_run import announce, count_restarts, lock_folder, open_sinks
+from lockstep.training.out_of_memory import cut_step, free_frames, record_size
 from lockstep.training.outputs import RunOutputs, close_uploads, open_uploads, upload_rest
 from lockstep.training.parts import LockFacts, RunParts, notify
 from lockstep.training.plan import FIXED
 from lockstep.training.profiler import check_range
 from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (
-    Rebuild,
-    build_joiner,
     explain_no_recovery,
     is_rank_loss,
     leave_to_build,
@@ -78,8 +76,7 @@ from lockstep.training.recovery import (
 from lockstep.training.resolve import with_micro_batch_size
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
-from lockstep.training.status import BuildInputs, HookContext, RunSpec, RunStatus, update_best
-from lockstep.training.summary import announce
+from lockstep.training.status import BuildInputs, HookContext, MicroBatchCut, Rebuild, RunSpec, RunStatus, update_best
 from lockstep.training.trial_state import describe_unsaved
 
 __all__ = [
@@ -595,7 +592,7 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     garbage = CollectorFreeze()
     explaining = explained(built.engine, world)
     typing = translate_errors()
-    cutting = cut_step(ranks, built, ongoing)
+    cutting = cut_step(ranks, built, exchange, partial(save, ongoing))
     with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
         # A signal may have arrived while the ranks changed.
         exchange.stop(ranks.pending_stop.request)
