@@ -345,7 +345,6 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     model.reshard = lambda: order.append("at rest")  # as fsdp's modules have it
     task = SimpleNamespace(sample=lambda model, device: order.append("sample") or "text")
     built = SimpleNamespace(
-        remote=None,
         world=SimpleNamespace(is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2),
         engine=SimpleNamespace(model=model),
         task=task,
@@ -354,8 +353,11 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         config=Config(experiment_name="r", report=False, data=Data(workers=2)),
         run_plan=SimpleNamespace(step_plan=SimpleNamespace(steps=4)),
         place=Position,
-        folder=SimpleNamespace(
-            write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
+        setup=SimpleNamespace(
+            remote=None,
+            folder=SimpleNamespace(
+                write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
+            ),
         ),
     )
     recorder = SimpleNamespace(

@@ -52,7 +52,7 @@ from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.loss_check import check_loss, is_cut, load_places_together
 from lockstep.training.named_task import make_task
 from lockstep.training.optimizer_groups import OptimizerGroups
-from lockstep.training.parts import RunParts, TrainingSet, notify, task_tensors
+from lockstep.training.parts import RunParts, RunSetup, TrainingSet, notify, task_tensors
 from lockstep.training.plan import BY_RANKS, FIXED
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import (
@@ -272,29 +272,32 @@ def build_together(
     # `--compile auto` trains uncompiled if the trial could not compile.
     final = resolved if compiles else resolved.without_compile()
     state.compile = final.config.compile
-    built = RunParts(
-        config=final.config,
-        world=world,
+    setup = RunSetup(
         folder=folder,
-        task=task,
         own_task=own_task,
+        plan=plan,
+        source=source,
+        remote=remote,
+        base_names=base_tensor_names(model, state),
+        training=training,
+        evaluation_sets=evaluation_sets,
+        notes=notes,
+        places=facts.places,
+    )
+    built = RunParts(
+        setup=setup,
+        config=final.config,
+        task=task,
         run_plan=final.run_plan,
         model=model,
+        groups=groups,
+        user_objects={} if user_objects is None else user_objects,
+        world=world,
         engine=engine,
         batches=batches,
         evaluation=evaluation_batches,
-        plan=plan,
-        source=source,
-        state=state,
-        user_objects={} if user_objects is None else user_objects,
-        base_names=base_tensor_names(model, state),
         balancer=balancer,
-        groups=groups,
-        evaluation_sets=evaluation_sets,
-        training=training,
-        notes=notes,
-        remote=remote,
-        places=facts.places,
+        state=state,
     )
     # Errors of the task's own schedule show before step 1.
     on_all_ranks(world, built.check_rates)

@@ -354,8 +354,8 @@ def finish_run(built: RunParts, stop_request: int, saved: int, losses: str = "")
     status = _STATUSES.get(stop_request, "finished" if complete else "stopped")
     if built.world.is_main:
         # A stop request of this run must not end the next start.
-        built.folder.stop_file.unlink(missing_ok=True)
-        built.folder.write_end(code, saved, status, losses)
+        built.setup.folder.stop_file.unlink(missing_ok=True)
+        built.setup.folder.write_end(code, saved, status, losses)
     return status, code
 
 

@@ -138,7 +138,7 @@ _USABLE_MEMORY = 0.5
 
 def skips_file(built: RunParts) -> Path:
     """Return the path of the file with the run's skipped steps."""
-    return built.folder.checkpoints / "skips.json"
+    return built.setup.folder.checkpoints / "skips.json"
 
 
 class ShareReporter:
@@ -156,7 +156,7 @@ class ShareReporter:
         # Steps that loader processes may prefetch if a step has one slot.
         self._ahead = data.workers * data.prefetch
         # Turns of a stream that are no steps were requested too.
-        if built.training.order is None:
+        if built.setup.training.order is None:
             self._ahead += MOST_STEPS
         self._count = 0
         self._bounded = not built.config.exact
@@ -306,7 +306,9 @@ class RunGuards:
         skipped = built.lock_facts and built.lock_facts.skipped_steps
         built.lock_facts = None
         path = skips_file(built)
-        self._skips = Skips(path, self._config.limit, built.world, built.plan, skipped)  # collective after a lost rank
+        self._skips = Skips(
+            path, self._config.limit, built.world, built.setup.plan, skipped
+        )  # collective after a lost rank
         # A save moves `built.start`, so keep its value.
         self._first = built.start
         self._skipped_steps = frozenset(self._skips.steps)
@@ -342,7 +344,7 @@ class RunGuards:
         recompute = Recomputer(built.model, built.task, self._loss, self._seed, built.world.device, kernels)
         share = self._config.audit
         seed = built.config.seed
-        folder = built.folder.path
+        folder = built.setup.folder.path
         list_checkpoints = partial(checkpoint.list_steps, folder)
         return Audit(
             share, seed, built.start, built.world, built.batches, built.model, recompute, clock, list_checkpoints

@@ -52,8 +52,8 @@ def load_state(built: RunParts) -> None:
     Raises:
         CheckpointError: it is damaged, or of another model.
     """
-    if built.source:
-        _load_resumed(built, built.source)  # collective
+    if built.setup.source:
+        _load_resumed(built, built.setup.source)  # collective
     elif built.config.init_from:
         _load_init_from(built)  # collective
     restore_trained_set(built.model, built.state)
@@ -87,7 +87,7 @@ def check_init_from(built: RunParts) -> None:
     """
     name = built.config.init_from
     world = built.world
-    if built.source:
+    if built.setup.source:
         return
     is_given = is_url(name) or Path(name).expanduser().exists()
     # Some ranks may not see the file, so all of them decide together.
@@ -143,16 +143,16 @@ def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor],
         CheckpointError: it has only adapters, and the run has none.
     """
     has_adapters = checkpoint.read_run_state(source).lora is not None
-    if has_adapters and not built.base_names:
+    if has_adapters and not built.setup.base_names:
         raise CheckpointError(
             f"--init-from {built.config.init_from} has only adapters: give --lora.rank too, or the folder that "
             "`lockstep export --format hf --merge` makes of them"
         )
-    if built.base_names and not has_adapters:
+    if built.setup.base_names and not has_adapters:
         return {}
     names = []
     for name in state:
-        if name.startswith(_GROUP) and name not in built.base_names:
+        if name.startswith(_GROUP) and name not in built.setup.base_names:
             names.append(name)
     return {name: state[name] for name in names if not drop.matches(name.removeprefix(_GROUP))}
 

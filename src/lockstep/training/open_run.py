@@ -49,16 +49,16 @@ def lock_folder(built: RunParts) -> None:
     if built.world.leads_folder:
         parameters = []
         for name, p in built.model.named_parameters():
-            if f"model/{name}" not in built.base_names:
+            if f"model/{name}" not in built.setup.base_names:
                 parameters.append(p)
         size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
         # Parameters, AdamW's two moments, and maybe the average.
-        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)
-        built.folder.claim()
+        built.setup.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)
+        built.setup.folder.claim()
         # On rank 0 `open_sinks` cleans the folder.
         if not built.world.is_main:
-            checkpoint.clean(built.folder.path)
+            checkpoint.clean(built.setup.folder.path)
 
 
 def count_restarts(state: RunState) -> None:
@@ -85,20 +85,20 @@ def open_sinks(built: RunParts) -> Sinks:
         return _make_sinks(built)
     except OSError as error:
         raise storage_error(error) or ConfigError(
-            f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}"
+            f"--save-dir: {error.filename or built.setup.folder.path}: {error.strerror or error}"
         ) from error
 
 
 def _make_sinks(built: RunParts) -> Sinks:
     config = built.config
-    folder = built.folder
+    folder = built.setup.folder
     checkpoint.clean(folder.path)
     for path in (folder.path, folder.checkpoints):
         clean(path)
     folder.remove_end()
     run_id = built.state.run_id or ""
     folder.write_id(run_id)
-    folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
+    folder.write("config.toml", cli.to_toml(config, own_task=built.setup.own_task))
     run_dir.write_description(folder.environment, run_dir.describe_process() | {"sources": dict(built.task.sources)})
     evaluated = not built.state.evaluation_due
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
@@ -129,7 +129,7 @@ def _run_metadata(built: RunParts) -> dict[str, Any]:
 def announce(built: RunParts) -> None:
     """Log each rank's device, the size of a step, the optimizer and warnings."""
     if built.world.is_main:
-        log_ranks(built.places)
+        log_ranks(built.setup.places)
     if line := describe_data(built.run_plan, built.task.data_facts):
         _LOG.info(line)
     _LOG.info(describe_step(built.run_plan, built.world.size))
@@ -141,12 +141,12 @@ def announce(built: RunParts) -> None:
         _LOG.info(describe_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
-    if built.remote:
+    if built.setup.remote:
         if built.world.leads:
             nodes = f"; each of {len(set(built.world.leads))} nodes has its own"
         else:
             nodes = ""
-        _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, nodes)
+        _LOG.info("the run's folder is %s, its store %s%s", built.setup.folder.path, built.setup.remote.url, nodes)
     factor_now = built.lr_factor(built.start)
     if factor_now is not None and (
         line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)

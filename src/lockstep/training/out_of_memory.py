@@ -98,15 +98,15 @@ def record_size(inputs: BuildInputs, sinks: Sinks, built: RunParts) -> None:
         _record(built, size, inputs.trial_cut)
         inputs.trial_cut = ""
     changed = built.state.plan.get("micro_batch_size") != size
-    if built.config.on_oom == "smaller" and changed and built.folder.read_micro_batch() == size:
+    if built.config.on_oom == "smaller" and changed and built.setup.folder.read_micro_batch() == size:
         sinks.log({"global_step": built.start, "micro_batch_size": size})
 
 
 def _record(built: RunParts, size: int, line: str) -> None:
     try:
-        built.folder.write_micro_batch(size, line)
+        built.setup.folder.write_micro_batch(size, line)
     except OSError as problem:
-        raise LockstepError(f"{line}, but {built.folder.path} cannot be written: {problem.strerror}") from problem
+        raise LockstepError(f"{line}, but {built.setup.folder.path} cannot be written: {problem.strerror}") from problem
 
 
 def _save_before(built: RunParts, save: Callable[[int], None], step: int) -> None:

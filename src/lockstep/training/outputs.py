@@ -56,14 +56,14 @@ def open_uploads(outputs: RunOutputs, built: RunParts, *, force: bool = False) -
         StorageError: the store does not answer.
     """
     world = built.world
-    remote = built.remote
+    remote = built.setup.remote
     if remote is None:
         return
     if world.leads_folder and outputs.uploader is None:
         options = built.config.checkpoint
         # A folder shows no progress within a large file, so the wait has no limit.
         wait = math.inf if remote.is_folder else options.upload_wait
-        outputs.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every, wait=wait)
+        outputs.uploader = Uploader(remote, built.setup.folder.path, keep=options.keep, every=options.every, wait=wait)
     uploader = outputs.uploader
 
     def claim() -> str:
@@ -96,7 +96,7 @@ def upload_rest(outputs: RunOutputs, built: RunParts) -> None:
 
 def settle_uploads(uploader: Uploader | None, built: RunParts) -> str:
     """Wait for all uploads; return what is not uploaded, "" for nothing. Collective."""
-    if not built.remote:
+    if not built.setup.remote:
         return ""
     world = built.world
     settle = uploader.settle if uploader else str

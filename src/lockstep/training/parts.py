@@ -10,7 +10,7 @@ The ranks of a run may change: then `recovery.regroup` replaces its engine, batc
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from lockstep.training.selection import plateau_drops
 __all__ = [
     "LockFacts",
     "RunParts",
+    "RunSetup",
     "TrainingSet",
     "notify",
     "task_tensors",
@@ -85,56 +86,68 @@ class LockFacts(NamedTuple):
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-@dataclass
-class RunParts:
-    """The parts of a run, as `build` makes them.
+@dataclass(frozen=True)
+class RunSetup:
+    """What a build has found or decided, and a change of ranks leaves as it is.
 
     Attributes:
-        own_task: `task` is the user's own, not a built-in one that the configuration names.
-        model: the module that `engine` wraps.
-        batches: the training batches.
-        evaluation: the evaluation batches of each set, by name.
+        own_task: the task is the user's own, not a built-in one that the configuration names.
         plan: the settings that a resume must not change.
         source: the checkpoint to resume from; None for a new run.
-        state: everything in that checkpoint except tensors.
-        user_objects: the caller's own objects with tensors to store in checkpoints, by name.
-        base_names: names of the tensors that a checkpoint of adapters leaves out (see `lockstep.models.lora`).
-        balancer: assigns micro-batches to ranks, with --shares auto.
-        groups: the optimizer and its groups.
-        evaluation_sets: the evaluation datasets by name.
-        training: the training set. If the ranks change, engine and batches are rebuilt from it.
-        notes: lines for the log, written once it is open.
         remote: the run's folder in an object store, if --save-dir is a URL.
-        exchange, saver: of the current ranks; None before the first step, and between two groups.
+        base_names: names of the tensors that a checkpoint of adapters leaves out (see `lockstep.models.lora`).
+        training: the training set. If the ranks change, engine and batches are rebuilt from it.
+        evaluation_sets: the evaluation datasets by name.
+        notes: lines for the log, written once it is open.
         places: [host, device] by rank.
+    """
+
+    folder: RunFolder
+    own_task: bool
+    plan: dict[str, Any]
+    source: Path | None
+    remote: RemoteRun | None
+    base_names: frozenset[str]
+    training: TrainingSet
+    evaluation_sets: dict[str, Any]
+    notes: list[str]
+    places: list[list[str]]
+
+
+@dataclass
+class RunParts:
+    """The parts of a run, as `build` makes them; a change of ranks replaces those that depend on them.
+
+    Attributes:
+        setup: what stays until the next build.
+        model: the module that `engine` wraps.
+        groups: the optimizer and its groups.
+        user_objects: the caller's own objects with tensors to store in checkpoints, by name.
+        world, engine: of the current ranks.
+        batches: the training batches.
+        evaluation: the evaluation batches of each set, by name.
+        balancer: assigns micro-batches to ranks, with --shares auto.
+        exchange, saver: of the current ranks; None before the first step, and between two groups.
+        state: everything in a checkpoint except tensors.
         lock_facts: what the ranks exchanged with the lock, until the first steps use it.
         init_source: the checkpoint of --init-from, and whether it was verified; None: not found yet, or not lockstep's.
     """
 
+    setup: RunSetup
     config: Config
-    world: World
-    folder: RunFolder
     task: Task
-    own_task: bool
     run_plan: RunPlan
     model: nn.Module
+    groups: OptimizerGroups
+    user_objects: dict[str, Any]
+    world: World
     engine: Engine
     batches: Batches
     evaluation: dict[str, Batches]
-    plan: dict[str, Any]
-    source: Path | None
+    balancer: Balancer | None
     state: RunState
-    user_objects: dict[str, Any]
-    base_names: frozenset[str] = frozenset()
-    balancer: Balancer | None = None
-    groups: OptimizerGroups = field(default_factory=OptimizerGroups)
-    evaluation_sets: dict[str, Any] = field(default_factory=dict)
-    training: TrainingSet = field(kw_only=True)
-    notes: list[str] = field(default_factory=list)
-    remote: RemoteRun | None = None
     exchange: StepExchange | None = None
     saver: Saver | None = None
-    places: list[list[str]] = field(default_factory=list)
     lock_facts: LockFacts | None = None
     init_source: tuple[Path, bool] | None = None
 
@@ -169,7 +182,7 @@ class RunParts:
         """
         tensors = {}
         for name, tensor in self.all_tensors().items():
-            if name not in self.base_names:
+            if name not in self.setup.base_names:
                 tensors[name] = tensor
         return tensors | self._evaluated()
 
@@ -232,8 +245,10 @@ class RunParts:
                 engine[name] = tensor
         if engine:
             # The tensors of the adapters' base are loaded already.
-            if self.base_names:
-                engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base_names}
+            if self.setup.base_names:
+                engine |= {
+                    name: tensor for name, tensor in self.engine.state_dict().items() if name in self.setup.base_names
+                }
             self.engine.load_state_dict(engine)
         for group, state in object_states.items():
             owners[group].load_state_dict(state)
@@ -242,12 +257,12 @@ class RunParts:
     def loaders(self) -> list[Any]:
         """Datasets and loaders that count retries and skips (guards/samples.py); the training set's is first."""
         evaluation = [batches.loader for batches in self.evaluation.values()]
-        return [self.training.retry_dataset, self.batches.loader, *evaluation]
+        return [self.setup.training.retry_dataset, self.batches.loader, *evaluation]
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The configuration by dotted name, as logs and files show it."""
-        return cli.flatten(self.config, own_task=self.own_task)
+        return cli.flatten(self.config, own_task=self.setup.own_task)
 
     @property
     def lr(self) -> float:

@@ -42,7 +42,7 @@ _LOG = logging.getLogger("lockstep")
 def _folder_of(built: RunParts) -> Path:
     """Return the folder of the traces."""
     start, end = parse_profile(built.config.profile) or (0, 0)
-    return built.folder.path / "profile" / f"{start}-{end}"
+    return built.setup.folder.path / "profile" / f"{start}-{end}"
 
 
 def check_range(built: RunParts) -> None:

@@ -306,7 +306,7 @@ class RunRecorder:
     def _log(self, record: StepRecord) -> None:
         built = self._built
         progress = built.place(record.step + 1)
-        failures = [*loading_failures(built.loaders), float(built.training.retry_dataset.fetches)]
+        failures = [*loading_failures(built.loaders), float(built.setup.training.retry_dataset.fetches)]
         numbers, totals = self._meter.read(built.config.log_freq, failures)
         self.window = numbers
         totals.append(float(built.state.steps_left_out or 0))
@@ -364,7 +364,7 @@ class RunRecorder:
         update_plateau(built.config, selection, better=self.is_best)
         if built.world.is_main:
             self._sinks.best(abbreviate_best(selection.best))
-            built.folder.write_evaluated(done, selection)
+            built.setup.folder.write_evaluated(done, selection)
         return evaluation
 
     def prepare(self) -> None:
@@ -409,7 +409,7 @@ class RunRecorder:
         meter = self._meter
         meter.flush()
         state.place = built.place(done)
-        state.plan = built.plan
+        state.plan = built.setup.plan
         state.world_size = built.world.size
         state.stream = built.batches.stream_state(done, built.world)  # collective for a stream
         state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
@@ -433,7 +433,7 @@ class RunRecorder:
 
     def _write_share(self, done: int, state: RunState, share: Share, world: World) -> None:
         """Write this rank's part of a checkpoint, in the saver's thread and process group."""
-        folder = self._built.folder
+        folder = self._built.setup.folder
         names = exempt_names(state, (piece.name for piece in share.pieces))
         checkpoint.write_share(
             folder.path, done, share, state.to_json(), world, engine=self._engine_name, exempt=names
@@ -444,7 +444,7 @@ class RunRecorder:
     def _write_state_and_prune(self, state: RunState) -> None:
         """Write `state.json`, and remove old checkpoints by `--checkpoint.keep`. On the first rank of a folder."""
         if self._built.world.is_main:
-            _write_state(self._built.folder, state)
+            _write_state(self._built.setup.folder, state)
         self._prune(state)
         if self._uploader:
             self._uploader.submit(state.selection.best.step if state.selection.best else None)
@@ -455,7 +455,7 @@ class RunRecorder:
         best = state.selection.best.step if state.selection.best else None
         if self._saves:
             sending = self._uploader.sending if self._uploader else None
-            folder = self._built.folder.path
+            folder = self._built.setup.folder.path
             checkpoint.retain(folder, last=options.keep, best=best, every=options.every, sending=sending)
 
     def __enter__(self) -> Self:
@@ -499,7 +499,7 @@ class RunRecorder:
             self._write_state_and_prune(built.state)
         elif built.world.is_main and self.saved_step:
             # No new best checkpoint: only the file for users changes.
-            _write_state(built.folder, built.state)
+            _write_state(built.setup.folder, built.state)
         self._exchange.progress.at(self.saved_step, ENDING)
         with averaged(built.engine, built.switched):
             # A user's task runs uncompiled too.
@@ -525,11 +525,15 @@ class RunRecorder:
                 "best": describe_best(best) if (best := built.state.selection.best) else None,
                 "sample": text,
                 "files": {
-                    **({"checkpoint": checkpoint.path_of(built.folder.path, self.saved_step)} if self._saves else {}),
-                    "records": built.folder.metrics,
-                    "log": built.folder.path / "logs",
-                    **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
-                    **({"store": built.remote.url} if built.remote else {}),
+                    **(
+                        {"checkpoint": checkpoint.path_of(built.setup.folder.path, self.saved_step)}
+                        if self._saves
+                        else {}
+                    ),
+                    "records": built.setup.folder.metrics,
+                    "log": built.setup.folder.path / "logs",
+                    **({"report": built.setup.folder.path / "report.html"} if built.config.report and not code else {}),
+                    **({"store": built.setup.remote.url} if built.setup.remote else {}),
                 },
                 "waits": name_settings(
                     waits(self._meter.seconds, workers=built.config.data.workers, ranks=built.world.size)
@@ -555,7 +559,7 @@ class RunRecorder:
             return "finished; nothing was saved (--checkpoint.mode none)"
         if step >= total:
             end = f"finished {self.lost_ranks}" if self.lost_ranks else "finished"
-            return f"{end}; to inspect the checkpoint: lockstep checkpoint inspect {self._built.folder.path}"
+            return f"{end}; to inspect the checkpoint: lockstep checkpoint inspect {self._built.setup.folder.path}"
         end = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
         return f"{end}: saved after step {step} of {total}; to continue, run the same command"
 

@@ -279,7 +279,7 @@ def run_digest(built: RunParts) -> str:
     config = cli.flatten(built.config)
     # The name may contain the time; a new process adopts that of the others.
     del config["experiment_name"]
-    parts = [built.plan, config, dict(built.task.sources), program(built.task)]
+    parts = [built.setup.plan, config, dict(built.task.sources), program(built.task)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -335,8 +335,10 @@ def _restore(
     _set_position(status, built, newest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
-    built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
-    built.evaluation = build_evaluation_batches(config, task, built.evaluation_sets, world)  # collective
+    built.batches, built.balancer = build_batches(
+        config, task, built.setup.training, built.run_plan, world, built.state
+    )
+    built.evaluation = build_evaluation_batches(config, task, built.setup.evaluation_sets, world)  # collective
     # A new process made its optimizer for another set of parameters, so every rank makes a new one.
     if built.state.trained:
         restore_initial_set(built.model, built.state)
@@ -369,7 +371,7 @@ def _set_position(status: RunStatus, built: RunParts, best: LeaveReport) -> None
     else:
         last_due = step - step % config.ckpt_freq if config.ckpt_freq else 0
     if built.world.is_main:
-        checkpoints = checkpoint.list_steps(built.folder.path)
+        checkpoints = checkpoint.list_steps(built.setup.folder.path)
     else:
         checkpoints = []
     # Rank 0 lists the checkpoints, so that all ranks decide the same.
@@ -382,13 +384,13 @@ def _take_over(outputs: RunOutputs, built: RunParts, rank: int, was_main: bool) 
     The latter only on a new first rank of a folder.
     """
     if built.world.rank != rank:
-        open_log(built.folder.path, built.world.rank)
-    if built.remote:
-        find_folders(built.folder, built.world)  # collective
+        open_log(built.setup.folder.path, built.world.rank)
+    if built.setup.remote:
+        find_folders(built.setup.folder, built.world)  # collective
     takes_over = built.world.is_main and not was_main
 
     def lock() -> None:
-        if built.world.leads_folder and not built.folder.is_locked:
+        if built.world.leads_folder and not built.setup.folder.is_locked:
             lock_folder(built)
 
     on_all_ranks(built.world, lock)  # collective

@@ -194,11 +194,11 @@ class Run:
             raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
         built.keep(name, what)
         tensors = built.object_tensors(name)
-        if built.source is None:
+        if built.setup.source is None:
             survives_loss = self._status.ranks.member is not None
             self._status.inputs.copy_tensors(tensors, survives_loss=survives_loss)
         else:
-            checkpoint.load(built.source, tensors, built.world, verified=True)  # collective
+            checkpoint.load(built.setup.source, tensors, built.world, verified=True)  # collective
             built.load_state_dict(tensors)
 
     @property

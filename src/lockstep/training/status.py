@@ -246,7 +246,7 @@ def update_best(status: RunStatus) -> None:
     built = status.built
     best = built.state.selection.best if built else None
     if built and best:
-        path = checkpoint.path_of(built.folder.path, best.step)
+        path = checkpoint.path_of(built.setup.folder.path, best.step)
         # An earlier start of the run may have written it.
         exists = built.config.checkpoint.mode != "none" or path.is_dir()
         status.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

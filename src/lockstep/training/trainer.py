@@ -135,7 +135,7 @@ def _write_report(status: RunStatus, built: RunParts, error: BaseException | Non
     if not (built.world.is_main and built.config.report and (ended or failed)):
         return
     try:
-        write([built.folder.path], built.folder.path / "report.html")
+        write([built.setup.folder.path], built.setup.folder.path / "report.html")
     except Exception as problem:
         _LOG.warning("report.html was not written: %s: %s", type(problem).__name__, str(problem).split("\n", 1)[0])
 
@@ -151,7 +151,7 @@ def _describe_interrupt(config: Config) -> str:
 
 def _describe_no_steps(built: RunParts) -> str:
     """Describe why a restarted run has no steps to train, and how to continue it."""
-    path = built.folder.path
+    path = built.setup.folder.path
     total = built.run_plan.step_plan.steps
     if built.start < built.last_step:
         return (
@@ -326,9 +326,9 @@ def _build_and_lock(spec: RunSpec, status: RunStatus, world: World) -> RunParts:
     status.hold(built)
     status.global_step = built.start
     status.ranks.is_main = world.is_main
-    if built.source is None and status.name == "running":
+    if built.setup.source is None and status.name == "running":
         inputs.restore_tensors(built)
-    elif built.source is None:
+    elif built.setup.source is None:
         inputs.copy_tensors(built.own_tensors, survives_loss=status.ranks.member is not None)
     update_best(status)
     # A run that is over only loads its state, to return the model and its last evaluation. It needs no lock.
@@ -352,7 +352,7 @@ def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
 
     def read() -> dict[str, Any]:
         with suppress(OSError):
-            records = tail(built.folder.metrics) if built.world.is_main else []
+            records = tail(built.setup.folder.metrics) if built.world.is_main else []
             return next((record for record in reversed(records) if "evaluation/loss" in record), {})
         return {}
 
@@ -391,7 +391,7 @@ def _lock(outputs: RunOutputs, built: RunParts) -> None:
         skipped: list[int] = []
         lock_folder(built)
         if built.world.is_main:
-            skipped = read_skips(skips_file(built), built.plan)
+            skipped = read_skips(skips_file(built), built.setup.plan)
         return [name_and_memory(built.world.device), skipped]
 
     try:
@@ -400,7 +400,7 @@ def _lock(outputs: RunOutputs, built: RunParts) -> None:
         devices, skipped = zip(*await_results(built.world, lock), strict=True)  # collective
     except BaseException as error:
         close_uploads(outputs, error)
-        built.folder.release()
+        built.setup.folder.release()
         raise
     built.world.close_together()
     built.lock_facts = LockFacts(list(devices), skipped[0])
@@ -489,23 +489,23 @@ def _train_in_folder(status: RunStatus, built: RunParts) -> Training:
     outputs = status.outputs
     with _close_at_end(status, built):
         with world.together():  # collective
-            open_log(built.folder.path, world.rank)
-            if built.folder.dead_owner:
-                _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
+            open_log(built.setup.folder.path, world.rank)
+            if built.setup.folder.dead_owner:
+                _LOG.warning("cleared the lock of %s, which ended without releasing it", built.setup.folder.dead_owner)
             count_restarts(built.state)
             # The checkpoint of a rollback may be older than these failures.
             if status.ranks.losses:
                 built.state.losses = max(built.state.losses or 0, status.ranks.losses)
             announce(built)
-            for line in built.notes:
+            for line in built.setup.notes:
                 _LOG.info("%s", line, extra={"only_file": True})
             _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
             if world.is_main:
                 outputs.sinks = open_sinks(built)
-                outputs.timeline.open(built.folder.timeline, built.start, world.size)
+                outputs.timeline.open(built.setup.folder.timeline, built.start, world.size)
                 record_size(status.inputs, outputs.sinks, built)
             load_state(built)  # collective
-            if built.source is None:
+            if built.setup.source is None:
                 # `load_state` ended with a gather, so nothing is deferred.
                 world.close_together()
         if status.name == "new":
@@ -523,7 +523,9 @@ def _tell_unsaved(built: RunParts) -> None:
         names = built.state.unsaved
     else:
         names = None
-    line = describe_unsaved(names or (), built.task, built.user_objects.values(), resumes=built.source is not None)
+    line = describe_unsaved(
+        names or (), built.task, built.user_objects.values(), resumes=built.setup.source is not None
+    )
     if line and built.world.is_main:
         _LOG.warning("%s", line)
 
@@ -547,7 +549,7 @@ def _close_at_end(status: RunStatus, built: RunParts) -> Iterator[None]:
             # Whoever catches the error prints it, so here only the log file gets it.
             _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra={"only_file": True})
             failures.add_place(error)
-            failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
+            failures.note_log(built.setup.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
         status.outputs.timeline.close(_end_status(status, reason))
@@ -555,7 +557,7 @@ def _close_at_end(status: RunStatus, built: RunParts) -> Iterator[None]:
             _write_report(status, built, reason)
             close_uploads(status.outputs, reason)
         close_log()
-        built.folder.release()
+        built.setup.folder.release()
 
 
 def _tell_hooks(built: RunParts, error: BaseException) -> None:
@@ -583,7 +585,7 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     timeline = status.outputs.timeline
     exchange = ongoing.exchange
     recorder = ongoing.recorder
-    watchdog = HangWatchdog(world, exchange, built.folder.path, failures.report, ranks.member)
+    watchdog = HangWatchdog(world, exchange, built.setup.folder.path, failures.report, ranks.member)
     signals = Preemption(exchange)
     handover = prepare_recovery(ongoing)
     loading = closing(ongoing.step_loader)
@@ -737,7 +739,7 @@ def _ends_early(
 def _record_regroup(timeline: Timeline, built: RunParts) -> None:
     """Record new groups in the timeline; a new rank 0 opens the file."""
     if built.world.is_main and not timeline.is_open:
-        timeline.open(built.folder.timeline, built.start, built.world.size, recovered=True)
+        timeline.open(built.setup.folder.timeline, built.start, built.world.size, recovered=True)
     else:
         timeline.regrouped(built.start, built.world.size)
 
@@ -779,4 +781,4 @@ def _write_exit(status: RunStatus, built: RunParts, error: BaseException) -> Non
             name = status.name
     # The disk may be full, and that may be the error itself.
     with suppress(OSError, StorageError):
-        built.folder.write_end(code, built.state.global_step, name)
+        built.setup.folder.write_end(code, built.state.global_step, name)

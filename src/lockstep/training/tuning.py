@@ -221,7 +221,7 @@ def _measure_on_rank(
 def _first_batch(built: RunParts, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
-    stream, _ = build_batches(config, built.task, built.training, run_plan, built.world, RunState())
+    stream, _ = build_batches(config, built.task, built.setup.training, run_plan, built.world, RunState())
     ((batch, _),) = stream.parts(0, [(0, stream.own_samples(0))])
     return batch
 

@@ -111,10 +111,10 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
     for begin, end in zip([0, *ends], ends, strict=False):
         context = FaultContext(world, request.config, request.fault_step, begin)
         built = _build(spec, world, context, spec.key)
-        if built.source:
+        if built.setup.source:
             tensors = built.tensors()
             # All ranks read the checkpoint that they wrote together.
-            checkpoint.load(built.source, tensors, world)  # collective
+            checkpoint.load(built.setup.source, tensors, world)  # collective
             built.load_state_dict(tensors)
             del tensors
         context.model, context.step_loader = built.model, built.batches.from_step(built.start)
@@ -140,10 +140,10 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
             # All ranks, and only for a stream: where its readers are.
             stream = built.batches.stream_state(end, world)  # collective
             state = dataclasses.replace(
-                built.state, place=position, plan=built.plan, world_size=world.size, stream=stream
+                built.state, place=position, plan=built.setup.plan, world_size=world.size, stream=stream
             )
             # All ranks write their shards.
-            checkpoint.save(built.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
+            checkpoint.save(built.setup.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
         elif built.evaluation:
             sets = {}
             for name, batches in built.evaluation.items():
