@@ -1,8 +1,8 @@
 """Build the components that accompany a run's steps, and process each step with them.
 
     components = build_components(status, built)
-    record_step(status, components, step)
-    saves = save_and_evaluate(status, built, components, step, ending)
+    components.record(status, step)
+    saves = components.save_and_evaluate(status, step, ending)
 
 The order of records, guards, checkpoints and evaluations is set here, the same on every rank; so are the early exit
 from a caller's loop and the end of a run.
@@ -13,10 +13,10 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from lockstep.clock import make_clock, trace_mark
-from lockstep.data.batches import StepLoader, StepPlan
+from lockstep.data.batches import StepLoader
 from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.progress import IN_BODY, READING, note_end
 from lockstep.distributed.world import World
@@ -42,18 +42,9 @@ from lockstep.training.status import HookContext, ReadNumbers, RunStatus, update
 
 __all__ = [
     "StepComponents",
-    "after_first_step",
     "build_components",
     "finish_evaluation",
-    "finish_run",
-    "flush_steps",
-    "iterate_steps",
-    "leave_early",
     "make_number_reader",
-    "prepare_recovery",
-    "record_step",
-    "save",
-    "save_and_evaluate",
 ]
 
 
@@ -64,8 +55,9 @@ _STATUSES = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
 _LEAVE_TIMEOUT = 10.0
 
 
-class StepComponents(NamedTuple):
-    """The components that accompany a run's steps.
+@dataclass(frozen=True)
+class StepComponents:
+    """The components that accompany a run's steps, and what they do after each.
 
     Attributes:
         plan_steps: length of the plan.
@@ -73,6 +65,7 @@ class StepComponents(NamedTuple):
         epochs: number of steps -> passes over the training data.
     """
 
+    built: RunParts
     step_loader: StepLoader
     exchange: StepExchange
     meter: Meter
@@ -80,11 +73,173 @@ class StepComponents(NamedTuple):
     guards: RunGuards
     share_reporter: ShareReporter
     control: StepControl
-    profiling: StepProfiler
-    step_plan: StepPlan
+    profiler: StepProfiler
     plan_steps: int
     last_step: int
     epochs: Callable[[int], float]
+
+    def iterate(self, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
+        """Yield the steps, and write the records before an error that ends the run.
+
+        Only a run of one rank writes them: on several ranks a record is collective.
+        """
+        try:
+            yield from records
+        except Exception as error:
+            goes_on = isinstance(error, StepOutOfMemory) and self.built.config.on_oom == "smaller"
+            if self.built.world.size == 1 and not goes_on:
+                # The device itself may have failed.
+                with suppress(Exception):
+                    for step in self.guards.flush(check=False):
+                        self.meter.add(step)
+                        self.recorder.log(step.record)
+            raise
+
+    def record(self, status: RunStatus, current: Step) -> None:
+        """Record a step and run the guards."""
+        record = current.record
+        # Numbers of a device arrive after the step; its record waits for them.
+        late = self.guards.late
+        status.current_step = current
+        status.global_step = current.global_step
+        status.outputs.sinks.progress(current.global_step)
+        self.share_reporter.update(self.exchange)
+        if late:
+            self.recorder.expect(record)
+        for step in self.guards.read(record):
+            self.meter.add(step)
+            # Every rank logs a record in the same step, whenever its device delivers the numbers.
+            if late:
+                self.recorder.log(step.record)
+        self.guards.after_step(record, saves=self.recorder.save_due(current.global_step))
+        if not late:
+            self.recorder.log(record)
+
+    def save_and_evaluate(self, status: RunStatus, step: Step, ending: bool) -> bool:
+        """Save and evaluate, if they are due.
+
+        Returns:
+            Whether a save is due after the loop's body and the hooks, which may write what it stores. Without either it
+            is made here, before the evaluation.
+        """
+        built = self.built
+        config = built.config
+        state = built.state
+        global_step = step.global_step
+        due = global_step == self.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
+        saves = ending or self.recorder.save_due(global_step)
+        if hooks := built.task.hooks:
+            ends_window = hooks.reads_steps and self.recorder.ends_window(step.record)
+            if ends_window:
+                self.flush()
+            record = self.recorder.window if ends_window else None
+            due, saves = hooks.before_evaluation(HookContext(status, built), step, record, Due(due, saves))
+            saves = saves or ending
+        # The body and the hooks may change what is saved, so the save follows them.
+        save_later = status.has_body or built.task.hooks is not None
+        if due and built.evaluation:
+            state.evaluation_due = True
+        if saves and not save_later:
+            self.save(global_step, final=ending)
+        # A signal must not wait for an evaluation: the next start makes it.
+        cut_short = ending and global_step < self.last_step
+        if state.evaluation_due and not cut_short:
+            self.flush()
+            state.evaluation_due = False
+            with trace_mark("evaluate"):
+                step.evaluation = status.evaluation = self.recorder.evaluate(global_step)
+            wants_save = finish_evaluation(status, built, global_step)
+            saves = saves or self.recorder.is_best or wants_save
+            if saves and not save_later:
+                self.save(global_step, final=ending)
+            update_best(status)
+        return saves
+
+    def save(self, global_step: int, *, final: bool = False) -> None:
+        """Write the step's checkpoint, unless it is written already. Collective."""
+        if self.recorder.saved_step != global_step:
+            self.flush()
+            with trace_mark("save"):
+                self.guards.compare(global_step)  # collective
+                self.guards.store_state()
+                self.recorder.save(global_step, final=final)
+
+    def flush(self) -> None:
+        """Read, check and record all steps so far. Collective if a device delays them."""
+        # Waits for the device, if steps were not read yet.
+        for step in self.guards.flush():
+            self.meter.add(step)
+            self.recorder.log(step.record)
+
+    def after_first_step(self) -> None:
+        """Log memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
+        if self.built.world.is_first:
+            self._log_memory()
+        self.recorder.prepare()
+
+    def _log_memory(self) -> None:
+        """Log each rank's memory. Collective."""
+        # One line has the memory of all ranks; once, after step 1.
+        footprints = self.built.world.gather(footprint(self.built.engine))
+        _LOG.info(described(name_of(self.built.config.engine, self.built.world), footprints))
+
+    def leave_early(self, status: RunStatus, heartbeats: Heartbeats | None, now: bool) -> None:
+        """End a run whose loop the caller left in the body of a step.
+
+        The run is saved unless the caller abandoned it. It fails if the ranks leave after different steps.
+
+        Args:
+            heartbeats: of the ranks; None without other processes.
+            now: end at once, without a save, as after a second Ctrl-C.
+        """
+        built = status.built
+        status.name = "interrupted" if now else status.early_name
+        if built is None or now or sys.is_finalizing():
+            return
+        action = "abandon" if status.abandoned else "leave"
+        if all_do(heartbeats, action, status.global_step - 1, lambda: _LEAVE_TIMEOUT):
+            if status.abandoned:
+                return
+            self.save(status.global_step, final=True)
+            self.recorder.finish()  # collective
+            self.recorder.close(0, sample=False)
+            # The sinks are closed with a summary. A later failure would close them without one.
+            status.outputs.sinks = Sinks([])
+        else:
+            status.name = "failed"
+            _LOG.warning("only some ranks left the loop after step %d; not saved", status.global_step)
+
+    @contextmanager
+    def prepare_recovery(self) -> Iterator[None]:
+        """Prepare for a rollback or a recovery: close the exchange, or store the guards' state."""
+        try:
+            yield
+        except Rollback:
+            self.exchange.close()
+            raise
+        except PeerError:
+            self.guards.store_state()
+            raise
+
+    def finish_run(self, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
+        """Write the run's status and exit code into its folder, and return them.
+
+        A code other than 0 is reported to the launcher too.
+
+        Args:
+            saved: step of the last checkpoint.
+            losses: describes the ranks that were lost.
+        """
+        code = _EXIT_CODES.get(stop_request, 0)
+        if code:
+            note_end(code)
+        complete = saved >= self.plan_steps
+        status = _STATUSES.get(stop_request, "finished" if complete else "stopped")
+        if self.built.world.is_main:
+            # A stop request of this run must not end the next start.
+            self.built.setup.folder.stop_file.unlink(missing_ok=True)
+            self.built.setup.folder.write_end(code, saved, status, losses)
+        return status, code
 
 
 def build_components(status: RunStatus, built: RunParts) -> StepComponents:
@@ -95,8 +250,8 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     state = built.state
     step_plan = built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
-    profiling = StepProfiler(built, make_clock(world.device, world.size), step_loader)
-    clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
+    profiler = StepProfiler(built, make_clock(world.device, world.size), step_loader)
+    clock, seed = profiler.clock, seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
         seconds = clock.spent()
@@ -126,7 +281,7 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     recorder = RunRecorder(built, meter, status.outputs, exchange, survives_loss=survives_losses, lost_ranks=losses)
     built.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
-    watch = LossWatch(built, lambda done: save(components, done))
+    watch = LossWatch(built, lambda done: components.save(done))
     control = StepControl(
         built.lr_factor,
         seed,
@@ -145,70 +300,21 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
         rate=lambda: built.rate,
         after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
     )
-    parts = (step_loader, exchange, meter, recorder, guards, share_reporter, control, profiling, step_plan)
-    components = StepComponents(*parts, step_plan.steps, built.last_step, built.epochs)
+    components = StepComponents(
+        built=built,
+        step_loader=step_loader,
+        exchange=exchange,
+        meter=meter,
+        recorder=recorder,
+        guards=guards,
+        share_reporter=share_reporter,
+        control=control,
+        profiler=profiler,
+        plan_steps=step_plan.steps,
+        last_step=built.last_step,
+        epochs=built.epochs,
+    )
     return components
-
-
-def record_step(status: RunStatus, components: StepComponents, current: Step) -> None:
-    """Record a step and run the guards."""
-    record = current.record
-    # Numbers of a device arrive after the step; its record waits for them.
-    late = components.guards.late
-    status.current_step = current
-    status.global_step = current.global_step
-    status.outputs.sinks.progress(current.global_step)
-    components.share_reporter.update(components.exchange)
-    if late:
-        components.recorder.expect(record)
-    for step in components.guards.read(record):
-        components.meter.add(step)
-        # Every rank logs a record in the same step, whenever its device delivers the numbers.
-        if late:
-            components.recorder.log(step.record)
-    components.guards.after_step(record, saves=components.recorder.save_due(current.global_step))
-    if not late:
-        components.recorder.log(record)
-
-
-def save_and_evaluate(status: RunStatus, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:
-    """Save and evaluate, if they are due.
-
-    Returns:
-        Whether a save is due after the loop's body and the hooks, which may write what it stores. Without either it is
-        made here, before the evaluation.
-    """
-    config = built.config
-    state = built.state
-    global_step = step.global_step
-    due = global_step == components.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
-    saves = ending or components.recorder.save_due(global_step)
-    if hooks := built.task.hooks:
-        ends_window = hooks.reads_steps and components.recorder.ends_window(step.record)
-        if ends_window:
-            flush_steps(components)
-        record = components.recorder.window if ends_window else None
-        due, saves = hooks.before_evaluation(HookContext(status, built), step, record, Due(due, saves))
-        saves = saves or ending
-    # The body and the hooks may change what is saved, so the save follows them.
-    save_later = status.has_body or built.task.hooks is not None
-    if due and built.evaluation:
-        state.evaluation_due = True
-    if saves and not save_later:
-        save(components, global_step, final=ending)
-    # A signal must not wait for an evaluation: the next start makes it.
-    cut_short = ending and global_step < components.last_step
-    if state.evaluation_due and not cut_short:
-        flush_steps(components)
-        state.evaluation_due = False
-        with trace_mark("evaluate"):
-            step.evaluation = status.evaluation = components.recorder.evaluate(global_step)
-        wants_save = finish_evaluation(status, built, global_step)
-        saves = saves or components.recorder.is_best or wants_save
-        if saves and not save_later:
-            save(components, global_step, final=ending)
-        update_best(status)
-    return saves
 
 
 def finish_evaluation(status: RunStatus, built: RunParts, global_step: int) -> bool:
@@ -218,69 +324,6 @@ def finish_evaluation(status: RunStatus, built: RunParts, global_step: int) -> b
         return False
     numbers = all_numbers(status.evaluation)
     return built.task.hooks.after_evaluation(HookContext(status, built), global_step, numbers)
-
-
-def save(components: StepComponents, global_step: int, *, final: bool = False) -> None:
-    """Write the step's checkpoint, unless it is written already. Collective."""
-    if components.recorder.saved_step != global_step:
-        flush_steps(components)
-        with trace_mark("save"):
-            components.guards.compare(global_step)  # collective
-            components.guards.store_state()
-            components.recorder.save(global_step, final=final)
-
-
-def flush_steps(components: StepComponents) -> None:
-    """Read, check and record all steps so far. Collective if a device delays them."""
-    # Waits for the device, if steps were not read yet.
-    for step in components.guards.flush():
-        components.meter.add(step)
-        components.recorder.log(step.record)
-
-
-def iterate_steps(components: StepComponents, built: RunParts, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-    """Yield the steps, and write the records before an error that ends the run.
-
-    Only a run of one rank writes them: on several ranks a record is collective.
-    """
-    try:
-        yield from records
-    except Exception as error:
-        goes_on = isinstance(error, StepOutOfMemory) and built.config.on_oom == "smaller"
-        if built.world.size == 1 and not goes_on:
-            # The device itself may have failed.
-            with suppress(Exception):
-                for step in components.guards.flush(check=False):
-                    components.meter.add(step)
-                    components.recorder.log(step.record)
-        raise
-
-
-def leave_early(status: RunStatus, components: StepComponents, heartbeats: Heartbeats | None, now: bool) -> None:
-    """End a run whose loop the caller left in the body of a step.
-
-    The run is saved unless the caller abandoned it. It fails if the ranks leave after different steps.
-
-    Args:
-        heartbeats: of the ranks; None without other processes.
-        now: end at once, without a save, as after a second Ctrl-C.
-    """
-    built = status.built
-    status.name = "interrupted" if now else status.early_name
-    if built is None or now or sys.is_finalizing():
-        return
-    action = "abandon" if status.abandoned else "leave"
-    if all_do(heartbeats, action, status.global_step - 1, lambda: _LEAVE_TIMEOUT):
-        if status.abandoned:
-            return
-        save(components, status.global_step, final=True)
-        components.recorder.finish()  # collective
-        components.recorder.close(0, sample=False)
-        # The sinks are closed with a summary. A later failure would close them without one.
-        status.outputs.sinks = Sinks([])
-    else:
-        status.name = "failed"
-        _LOG.warning("only some ranks left the loop after step %d; not saved", status.global_step)
 
 
 def make_number_reader(
@@ -323,51 +366,3 @@ def make_number_reader(
         return total / (step.items or 1), mean_numbers(sums)
 
     return read
-
-
-@contextmanager
-def prepare_recovery(components: StepComponents) -> Iterator[None]:
-    """Prepare for a rollback or a recovery: close the exchange, or store the guards' state."""
-    try:
-        yield
-    except Rollback:
-        components.exchange.close()
-        raise
-    except PeerError:
-        components.guards.store_state()
-        raise
-
-
-def finish_run(built: RunParts, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
-    """Write the run's status and exit code into its folder, and return them.
-
-    A code other than 0 is reported to the launcher too.
-
-    Args:
-        saved: step of the last checkpoint.
-        losses: describes the ranks that were lost.
-    """
-    code = _EXIT_CODES.get(stop_request, 0)
-    if code:
-        note_end(code)
-    complete = saved >= built.run_plan.step_plan.steps
-    status = _STATUSES.get(stop_request, "finished" if complete else "stopped")
-    if built.world.is_main:
-        # A stop request of this run must not end the next start.
-        built.setup.folder.stop_file.unlink(missing_ok=True)
-        built.setup.folder.write_end(code, saved, status, losses)
-    return status, code
-
-
-def after_first_step(built: RunParts, components: StepComponents) -> None:
-    """Log memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
-    if built.world.is_first:
-        _log_memory(built)
-    components.recorder.prepare()
-
-
-def _log_memory(built: RunParts) -> None:
-    """Log each rank's memory. Collective."""
-    # One line has the memory of all ranks; once, after step 1.
-    footprints = built.world.gather(footprint(built.engine))
-    _LOG.info(described(name_of(built.config.engine, built.world), footprints))

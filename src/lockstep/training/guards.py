@@ -43,6 +43,7 @@ from lockstep.task import has_step_loss
 from lockstep.training.compilation import choose_kernels
 from lockstep.training.finite import describe_ranks, find_bad_parameters
 from lockstep.training.parts import RunParts
+from lockstep.training.run_dir import RunFolder
 from lockstep.training.trained_set import trained_digest
 from lockstep.whole_step import zero_of
 
@@ -136,9 +137,9 @@ _YOUNG = 60.0
 _USABLE_MEMORY = 0.5
 
 
-def skips_file(built: RunParts) -> Path:
+def skips_file(folder: RunFolder) -> Path:
     """Return the path of the file with the run's skipped steps."""
-    return built.setup.folder.checkpoints / "skips.json"
+    return folder.checkpoints / "skips.json"
 
 
 class ShareReporter:
@@ -305,7 +306,7 @@ class RunGuards:
         self._config = built.config.guards
         skipped = built.lock_facts and built.lock_facts.skipped_steps
         built.lock_facts = None
-        path = skips_file(built)
+        path = skips_file(built.setup.folder)
         self._skips = Skips(
             path, self._config.limit, built.world, built.setup.plan, skipped
         )  # collective after a lost rank

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
@@ -129,7 +129,7 @@ def _load_checkpoint(built: RunParts, drop: InitDrop) -> None:
     weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state, drop))  # collective
     if weights:
         checkpoint.load(source, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
-        _load_evaluated(built, source, weights)
+        _load_evaluated(built.world, source, weights)
         load_weights(built.engine, without_average(state))
     _LOG.info("a new run with the weights of %s%s", source, _describe_left(drop, state))
 
@@ -157,15 +157,13 @@ def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor],
     return {name: state[name] for name in names if not drop.matches(name.removeprefix(_GROUP))}
 
 
-def _load_evaluated(built: RunParts, source: Path, weights: Mapping[str, Tensor]) -> None:
+def _load_evaluated(world: World, source: Path, weights: Mapping[str, Tensor]) -> None:
     """Fill the weights with an optimizer's weights for evaluation. Collective."""
-    replaced = on_all_ranks(built.world, lambda: evaluated_of(read_contents(source, read_manifest(source))))
+    replaced = on_all_ranks(world, lambda: evaluated_of(read_contents(source, read_manifest(source))))
     tensors = {stored: weights[name] for name, stored in replaced.items() if name in weights}
     if tensors:
         wanted = frozenset(tensors)
-        checkpoint.load(
-            source, tensors, built.world, verified=True, leave=lambda name: name not in wanted
-        )  # collective
+        checkpoint.load(source, tensors, world, verified=True, leave=lambda name: name not in wanted)  # collective
 
 
 def _foreign_path(built: RunParts) -> Path | None:
@@ -190,7 +188,7 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
     drop = init_drop(built.config, built.task)
     model = _model_tensors(built.engine.state_dict())
     with open_foreign(path) as source:
-        match = match_names(source, model, _ties_of(built), drop.matches)
+        match = match_names(source, model, _ties_of(built.model), drop.matches)
         drop.check(model, [name.removeprefix(match.prefix) for name in source.tensors])
     return True
 
@@ -201,7 +199,7 @@ def _load_foreign(built: RunParts, drop: InitDrop) -> None:
 
     def load() -> str:
         with open_foreign(path) as source:
-            match = match_names(source, _model_tensors(state), _ties_of(built), drop.matches)
+            match = match_names(source, _model_tensors(state), _ties_of(built.model), drop.matches)
             fill(source, match, _model_tensors(state))
             return f"{source.kind}: {match}"
 
@@ -210,9 +208,9 @@ def _load_foreign(built: RunParts, drop: InitDrop) -> None:
     _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(drop, state))
 
 
-def _ties_of(built: RunParts) -> dict[str, str]:
+def _ties_of(model: nn.Module) -> dict[str, str]:
     """Return the second names of the model's tied tensors, each with the first."""
-    named = (*built.model.named_parameters(remove_duplicate=False), *built.model.named_buffers(remove_duplicate=False))
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first_names: dict[int, str] = {}
     names = {name: first_names.setdefault(id(tensor), name) for name, tensor in named}
     return {name: original for name, original in names.items() if name != original}

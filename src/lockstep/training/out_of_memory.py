@@ -24,6 +24,7 @@ from lockstep.logging import Sinks
 from lockstep.loop import StepOutOfMemory
 from lockstep.training.cutting import explain_smallest, smaller_size
 from lockstep.training.parts import RunParts
+from lockstep.training.run_dir import RunFolder
 from lockstep.training.status import BuildInputs, MicroBatchCut, Rebuild, RunRanks
 
 __all__ = [
@@ -64,7 +65,7 @@ def cut_step(ranks: RunRanks, built: RunParts, exchange: StepExchange, save: Cal
             f"step {step + 1}: {rank_label(world.rank)} ran out of memory with --micro-batch-size {before}; --on-oom "
             f"smaller computes it again with {size}"
         )
-        _record(built, size, line)
+        _record(built.setup.folder, size, line)
         if world.size == 1:
             _save_before(built, save, step)
             raise MicroBatchCut(line) from None
@@ -95,18 +96,18 @@ def record_size(inputs: BuildInputs, sinks: Sinks, built: RunParts) -> None:
     """
     size = built.config.micro_size
     if inputs.trial_cut:
-        _record(built, size, inputs.trial_cut)
+        _record(built.setup.folder, size, inputs.trial_cut)
         inputs.trial_cut = ""
     changed = built.state.plan.get("micro_batch_size") != size
     if built.config.on_oom == "smaller" and changed and built.setup.folder.read_micro_batch() == size:
         sinks.log({"global_step": built.start, "micro_batch_size": size})
 
 
-def _record(built: RunParts, size: int, line: str) -> None:
+def _record(folder: RunFolder, size: int, line: str) -> None:
     try:
-        built.setup.folder.write_micro_batch(size, line)
+        folder.write_micro_batch(size, line)
     except OSError as problem:
-        raise LockstepError(f"{line}, but {built.setup.folder.path} cannot be written: {problem.strerror}") from problem
+        raise LockstepError(f"{line}, but {folder.path} cannot be written: {problem.strerror}") from problem
 
 
 def _save_before(built: RunParts, save: Callable[[int], None], step: int) -> None:

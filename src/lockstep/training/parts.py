@@ -38,7 +38,7 @@ from lockstep.task import Task, has_own
 from lockstep.training.optimizer_groups import OptimizerGroups, schedule_factor, schedule_momentum, set_groups
 from lockstep.training.plan import RunPlan
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import plateau_drops
+from lockstep.training.selection import out_of_patience, plateau_drops
 
 __all__ = [
     "LockFacts",
@@ -337,6 +337,12 @@ class RunParts:
         """Number of steps after which this start of the run ends."""
         steps = self.run_plan.step_plan.steps
         return min(steps, self.config.stop_at or steps)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has no steps left to train, and no evaluation missing."""
+        ends = self.start >= self.last_step or out_of_patience(self.config, self.state.selection)
+        return ends and not self.state.evaluation_due
 
     @property
     def lr_factor(self) -> Callable[[int], float | None]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
+from lockstep.config.schema import Config
 from lockstep.distributed.exchange import REGROUP, StepExchange
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
@@ -96,9 +97,9 @@ def explain_no_recovery(built: RunParts) -> str:
     return ""
 
 
-def ranks_per_replica(built: RunParts) -> int:
+def ranks_per_replica(config: Config, world: World) -> int:
     """Return the number of ranks that together have one copy of the states."""
-    return replica_size(name_of(built.config.engine, built.world), built.config.engine_options, built.world)
+    return replica_size(name_of(config.engine, world), config.engine_options, world)
 
 
 def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
@@ -143,7 +144,7 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
         ranks.lost += generation.lost
         ranks.initial_size = ranks.initial_size or built.world.size
         built.state.losses = ranks.losses = (built.state.losses or 0) + len(generation.lost)
-        size = ranks_per_replica(built)
+        size = ranks_per_replica(built.config, built.world)
         sources = _sources(generation, size)
         try:
             built.world = _regroup_world(ranks, built.world, member, generation)
@@ -163,7 +164,7 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
                 report = report._replace(steps=_NO_STATE)
     ranks.is_main = built.world.is_main
     if built.world.is_main:
-        _log_regroup(generation._replace(lost=lost), ranks.last_error, built, time.monotonic() - start)
+        _log_regroup(generation._replace(lost=lost), ranks.last_error, built.start, time.monotonic() - start)
 
 
 def _regroup_world(ranks: RunRanks, world: World, member: Member, generation: Generation) -> World:
@@ -402,7 +403,7 @@ def _open_sinks(outputs: RunOutputs, built: RunParts) -> None:
     outputs.sinks = open_sinks(built)
 
 
-def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: float) -> None:
+def _log_regroup(generation: Generation, reason: str, step: int, seconds: float) -> None:
     for line in generation.lost:
         _LOG.warning("%s; the others go on", line)
     if not generation.lost and not generation.fresh:
@@ -415,4 +416,4 @@ def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: 
         ranks = "1 rank goes"
     else:
         ranks = f"{len(generation.members)} ranks go"
-    _LOG.info("%s on after step %d%s (after %.2f s)", ranks, built.start, new, seconds)
+    _LOG.info("%s on after step %d%s (after %.2f s)", ranks, step, new, seconds)

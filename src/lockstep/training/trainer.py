@@ -37,21 +37,13 @@ from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING, Timeline
 from lockstep.report.page import write
+from lockstep.task import Task
 from lockstep.training.build import BuildRequest, build_joiner, build_together, remote_run
 from lockstep.training.components import (
     StepComponents,
-    after_first_step,
     build_components,
     finish_evaluation,
-    finish_run,
-    flush_steps,
-    iterate_steps,
-    leave_early,
     make_number_reader,
-    prepare_recovery,
-    record_step,
-    save,
-    save_and_evaluate,
 )
 from lockstep.training.guards import name_and_memory, skips_file
 from lockstep.training.load import check_init_from, load_state
@@ -268,7 +260,7 @@ def _build_and_train(spec: RunSpec, status: RunStatus) -> Training:
             # A rank failed during a rollback: build again with the others.
             regroup_to_build(ranks, ranks.member)
             continue
-        if _is_over(built):
+        if built.is_over:
             notify(world)(_describe_no_steps(built))
             if built.start >= built.run_plan.step_plan.steps:
                 status.name = "finished"
@@ -332,31 +324,25 @@ def _build_and_lock(spec: RunSpec, status: RunStatus, world: World) -> RunParts:
         inputs.copy_tensors(built.own_tensors, survives_loss=status.ranks.member is not None)
     update_best(status)
     # A run that is over only loads its state, to return the model and its last evaluation. It needs no lock.
-    if _is_over(built):
+    if built.is_over:
         load_state(built)  # collective
-        status.evaluation = _read_evaluation(built)  # collective
+        status.evaluation = _read_evaluation(built.setup.folder, built.world)  # collective
         upload_rest(status.outputs, built)  # collective
     else:
         _lock(status.outputs, built)  # collective
     return built
 
 
-def _is_over(built: RunParts) -> bool:
-    """Whether the run has no steps left to train, and no evaluation missing."""
-    ends = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
-    return ends and not built.state.evaluation_due
-
-
-def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
+def _read_evaluation(folder: RunFolder, world: World) -> EvaluationRecord | None:
     """Read the last evaluation of a run that is over; None without one. Collective."""
 
     def read() -> dict[str, Any]:
         with suppress(OSError):
-            records = tail(built.setup.folder.metrics) if built.world.is_main else []
+            records = tail(folder.metrics) if world.is_main else []
             return next((record for record in reversed(records) if "evaluation/loss" in record), {})
         return {}
 
-    record = await_results(built.world, read)[0]  # collective
+    record = await_results(world, read)[0]  # collective
     if not record:
         return None
     prefix = "evaluation/"
@@ -373,7 +359,7 @@ def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
 
 def _check_before_lock(built: RunParts) -> None:
     """Check what is written and read once the folder is locked. Collective with --init-from."""
-    if not _is_over(built):
+    if not built.is_over:
         on_all_ranks(built.world, lambda: check_range(built))
         if built.config.init_from:
             check_init_from(built)  # collective
@@ -391,7 +377,7 @@ def _lock(outputs: RunOutputs, built: RunParts) -> None:
         skipped: list[int] = []
         lock_folder(built)
         if built.world.is_main:
-            skipped = read_skips(skips_file(built), built.setup.plan)
+            skipped = read_skips(skips_file(built.setup.folder), built.setup.plan)
         return [name_and_memory(built.world.device), skipped]
 
     try:
@@ -435,7 +421,12 @@ def _train_to_end(status: RunStatus, built: RunParts) -> Training:
     if ranks.member and not ranks.member.is_new:
         ranks.digest = run_digest(built)
         obstacle = explain_no_recovery(built)
-        report = partial(ranks.member.report_ready, obstacle, built.config.experiment_name, ranks_per_replica(built))
+        report = partial(
+            ranks.member.report_ready,
+            obstacle,
+            built.config.experiment_name,
+            ranks_per_replica(built.config, built.world),
+        )
         ranks.member = None if obstacle else ranks.member
         die_with_launcher(not obstacle)
         if built.state.evaluation_due:
@@ -465,7 +456,9 @@ def _train_to_end(status: RunStatus, built: RunParts) -> Training:
                 status.outputs.timeline.enter(RECOVERY)
             # From now on the run survives the failure of this process too.
             if ranks.member.is_new:
-                ranks.member.report_ready("", built.config.experiment_name, ranks_per_replica(built))
+                ranks.member.report_ready(
+                    "", built.config.experiment_name, ranks_per_replica(built.config, built.world)
+                )
                 die_with_launcher(True)
             regroup(status, built, ranks.member)
             _record_regroup(status.outputs.timeline, built)
@@ -542,7 +535,7 @@ def _close_at_end(status: RunStatus, built: RunParts) -> Iterator[None]:
         if isinstance(error, Rollback | Rebuild):
             _LOG.warning("%s", error)
         else:
-            _tell_hooks(built, error)
+            _tell_hooks(built.task, error)
             _write_exit(status, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Rebuild):
             is_one_line = isinstance(error, LockstepError) and error.__cause__ is None
@@ -560,12 +553,12 @@ def _close_at_end(status: RunStatus, built: RunParts) -> Iterator[None]:
         built.setup.folder.release()
 
 
-def _tell_hooks(built: RunParts, error: BaseException) -> None:
+def _tell_hooks(task: Task, error: BaseException) -> None:
     """Pass the run's error to the task's hooks; their own errors are only logged."""
-    if not built.task.hooks or isinstance(error, GeneratorExit):
+    if not task.hooks or isinstance(error, GeneratorExit):
         return
     try:
-        built.task.hooks.after_failure(error)
+        task.hooks.after_failure(error)
     except Exception:
         _LOG.exception("a hook failed while the run ended with %s", type(error).__name__)
 
@@ -587,14 +580,14 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     recorder = ongoing.recorder
     watchdog = HangWatchdog(world, exchange, built.setup.folder.path, failures.report, ranks.member)
     signals = Preemption(exchange)
-    handover = prepare_recovery(ongoing)
+    handover = ongoing.prepare_recovery()
     loading = closing(ongoing.step_loader)
     auditing = closing(ongoing.guards.audit)
-    profiler = ongoing.profiling
+    profiler = ongoing.profiler
     garbage = CollectorFreeze()
     explaining = explained(built.engine, world)
     typing = translate_errors()
-    cutting = cut_step(ranks, built, exchange, partial(save, ongoing))
+    cutting = cut_step(ranks, built, exchange, ongoing.save)
     with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
         # A signal may have arrived while the ranks changed.
         exchange.stop(ranks.pending_stop.request)
@@ -612,15 +605,13 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
         timeline.enter(TRAINING)
         records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         profiler.after(start_step)
-        for record in () if is_over else iterate_steps(ongoing, built, records):
+        for record in () if is_over else ongoing.iterate(records):
             # REGROUP lets a new process join; it does not stop the run.
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
             is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
             step = Step(record, ongoing.epochs, record.rate, status.read_numbers)
-            saves, loss = _follow_up(
-                status, built, ongoing, context, step, is_first=record.step == start_step, ends=is_last
-            )
+            saves, loss = _follow_up(status, ongoing, context, step, is_first=record.step == start_step, ends=is_last)
             if record.step == start_step:
                 garbage.freeze()
             if status.has_body:
@@ -630,7 +621,7 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
-                leave_early(status, ongoing, heartbeats, signals.ends_now)
+                ongoing.leave_early(status, heartbeats, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
@@ -638,25 +629,24 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
             if loss:
                 raise loss
             if saves:
-                save(ongoing, step.global_step, final=is_last)
+                ongoing.save(step.global_step, final=is_last)
                 # A save may take longer than a step: mark progress for the watchdog.
                 exchange.progress.at(record.step, COMPUTING)
             # Collective, if a trace ends.
             if spent := profiler.after(step.global_step):
                 ongoing.meter.pause(spent)
-            if is_last or _ends_early(status, built, ongoing, step, heartbeats):
+            if is_last or _ends_early(status, ongoing, step, heartbeats):
                 break
             # All ranks agreed in the same step: leave it as after a failure, with the saves complete.
             if regroups:
-                flush_steps(ongoing)
+                ongoing.flush()
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to join the run")
-        _finish(status, built, ongoing, context, stop_request)
+        _finish(status, ongoing, context, stop_request)
 
 
 def _follow_up(
     status: RunStatus,
-    built: RunParts,
     ongoing: StepComponents,
     context: HookContext | None,
     step: Step,
@@ -672,13 +662,14 @@ def _follow_up(
     """
     try:
         status.ranks.regroup_tries = 0
-        record_step(status, ongoing, step)
+        ongoing.record(status, step)
         status.outputs.timeline.at(step.global_step)
         if is_first:
-            after_first_step(built, ongoing)  # collective
-        saves = save_and_evaluate(status, built, ongoing, step, ends)
-        if built.task.hooks and context:
-            saves = built.task.hooks.after_step(context, step.global_step) or saves
+            ongoing.after_first_step()  # collective
+        saves = ongoing.save_and_evaluate(status, step, ends)
+        hooks = ongoing.built.task.hooks
+        if hooks and context:
+            saves = hooks.after_step(context, step.global_step) or saves
     except PeerError as error:
         if status.ranks.member and status.has_body and is_rank_loss(error):
             return False, error
@@ -698,38 +689,36 @@ def _catch_up(status: RunStatus, built: RunParts, recorder: RunRecorder, done: i
         recorder.save(done)
 
 
-def _finish(
-    status: RunStatus, built: RunParts, ongoing: StepComponents, context: HookContext | None, stop_request: int
-) -> None:
+def _finish(status: RunStatus, ongoing: StepComponents, context: HookContext | None, stop_request: int) -> None:
     """End profile, hooks, membership and saves, and write the summary. Collective."""
+    built = ongoing.built
     recorder = ongoing.recorder
     status.outputs.timeline.enter(ENDING)
     # Collective, if a trace is in progress.
-    ongoing.profiling.end()
+    ongoing.profiler.end()
     if built.task.hooks and context:
         built.task.hooks.after_run(context, recorder.saved_step)
     if status.ranks.member:
         status.ranks.member.report_end()
         die_with_launcher(False)
     recorder.finish()  # collective
-    status.name, status.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
+    status.name, status.exit_code = ongoing.finish_run(stop_request, recorder.saved_step, recorder.lost_ranks)
     recorder.close(status.exit_code)
     built.end_training()
 
 
-def _ends_early(
-    status: RunStatus, built: RunParts, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
-) -> bool:
+def _ends_early(status: RunStatus, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
+    built = ongoing.built
     # Evaluations and limits are the same on every rank, so all of them end here.
     if step.evaluation and out_of_patience(built.config, built.state.selection):
-        save(ongoing, step.global_step, final=True)
+        ongoing.save(step.global_step, final=True)
         return True
     if status.wants_stop:
         status.wants_stop = False
         world = built.world
         if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
-            save(ongoing, step.global_step, final=True)
+            ongoing.save(step.global_step, final=True)
             return True
         # Not all ranks asked to stop: all stop together after the next exchange.
         ongoing.exchange.stop(STOP)
