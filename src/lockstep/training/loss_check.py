@@ -31,7 +31,6 @@ from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.passes import split_loss
 from lockstep.task import Task, has_step_loss, needs_graph, set_detected, user_task
 from lockstep.tensors import local_of
-from lockstep.training.defaults import explain_device_error
 from lockstep.training.evidence import (
     HalvedSamples,
     Verdict,
@@ -40,6 +39,7 @@ from lockstep.training.evidence import (
     weigh,
 )
 from lockstep.training.isolation import training_modes
+from lockstep.training.misplaced import explain_device_error
 from lockstep.training.trial import Trial
 from lockstep.training.trial_state import (
     describe_marks,

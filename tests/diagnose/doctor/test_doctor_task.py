@@ -19,7 +19,7 @@ from lockstep.engines import ddp
 from lockstep.errors import DataError
 from lockstep.task import Task
 from lockstep.training import loss_check
-from lockstep.training.defaults import explain_device_error, find_misplaced
+from lockstep.training.misplaced import explain_device_error, find_misplaced
 
 FILE = """
 import torch, lockstep

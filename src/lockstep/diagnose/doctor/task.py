@@ -29,7 +29,7 @@ from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.passes import LossWeights
 from lockstep.training.build import build
-from lockstep.training.defaults import MisplacedTensor, find_misplaced
+from lockstep.training.misplaced import MisplacedTensor, find_misplaced
 from lockstep.training.parts import RunParts
 
 __all__ = [
