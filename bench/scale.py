@@ -258,7 +258,7 @@ def count_gathers(flags):
     """Train, and print the callers of each exchange of this rank as JSON."""
     from lockstep import cli
     from lockstep.training import trainer
-    from lockstep.training.components import StepComponents
+    from lockstep.training.step.components import StepComponents
 
     found, part = {"start": [], "steps and saves": [], "end": []}, ["start"]
     name = "_gather" if hasattr(World, "_gather") else "gather"

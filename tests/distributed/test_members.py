@@ -13,7 +13,7 @@ from toys import Ragged
 import lockstep
 from lockstep.distributed import exchange
 from lockstep.distributed.membership import Member
-from lockstep.training import recovery
+from lockstep.training.recovery import regroup as recovery
 
 CALLS = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "barrier", "reduce", "gather", "new_group")
 

@@ -21,7 +21,7 @@ from lockstep.data.sampler import Shuffled
 from lockstep.engines.registry import engine
 from lockstep.errors import LockstepError
 from lockstep.optim.schedule import factor
-from lockstep.training.weights import load_model, select_checkpoint
+from lockstep.training.start.weights import load_model, select_checkpoint
 from lockstep.transforms import checkpointed, compiled, precision
 from lockstep.transforms.batchnorm import Synchronised, empty_slot, resolve_batchnorm, synchronised
 

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.logging.jsonl import read
 from lockstep.models.vision import MLP
 from lockstep.tasks.regression import make
-from lockstep.training.weights import load_model, select_checkpoint
+from lockstep.training.start.weights import load_model, select_checkpoint
 
 
 def config(folder, **changes):

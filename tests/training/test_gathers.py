@@ -10,7 +10,7 @@ from small_runs import config
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.training import trainer
-from lockstep.training.components import StepComponents
+from lockstep.training.step.components import StepComponents
 
 MOST = {"start": 12, "resume": 16, "end": 2}
 

@@ -15,9 +15,9 @@ from lockstep.engines.registry import explain_no_replica
 from lockstep.errors import PeerError
 from lockstep.run_state import RunState
 from lockstep.tensors import local_of
-from lockstep.training import recovery
-from lockstep.training.build import _read_newest_state
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.recovery import regroup as recovery
+from lockstep.training.start.build import _read_newest_state
+from lockstep.training.state.run_dir import RunFolder
 
 
 def test_the_plan_of_a_run_is_seen_in_its_newest_checkpoint(tmp_path):

@@ -30,8 +30,8 @@ from lockstep.logging.jsonl import read
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
 from lockstep.run_state import Position, RunState
-from lockstep.training.recorder import Meter, RunRecorder, peak_memory
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.training.step.recorder import Meter, RunRecorder, peak_memory
 
 SAMPLES, BATCH, MICRO = 20, 6, 2  # a step may lie across two epochs
 
@@ -146,7 +146,7 @@ def test_records_hold_the_numbers_of_known_steps(tmp_path, ranks):
 
 def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     now = iter([10.0, 14.0, 15.0, 25.0])
-    monkeypatch.setattr("lockstep.training.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("lockstep.training.step.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
     exchange, clock = SimpleNamespace(totals=list), SimpleNamespace(read=lambda: {"data": 2.0, "forward": 5.0})
     meter = Meter(exchange, clock, torch.device("cpu"))
     for step, items in enumerate((20, 12)):
@@ -339,7 +339,7 @@ def test_what_a_sink_is_told(tmp_path, monkeypatch, left):
 @pytest.mark.parametrize("code", [0, 75])
 @pytest.mark.parametrize(("is_main", "is_best", "saved"), [(1, 1, 4), (1, 0, 4), (1, 0, 0), (0, 1, 4), (0, 0, 4)])
 def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is_best, saved, monkeypatch):
-    monkeypatch.setattr("lockstep.training.recorder.on_all_ranks", lambda world, call: call())
+    monkeypatch.setattr("lockstep.training.step.recorder.on_all_ranks", lambda world, call: call())
     wrote, order, summary = [], [], {}
     model = torch.nn.Identity()
     model.reshard = lambda: order.append("at rest")  # as fsdp's modules have it

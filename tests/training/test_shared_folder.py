@@ -11,8 +11,8 @@ from toys import Ragged
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.training.run_dir import RunFolder
-from lockstep.training.shared_folder import _sees_token, write_token
+from lockstep.training.start.shared_folder import _sees_token, write_token
+from lockstep.training.state.run_dir import RunFolder
 
 
 def started(world, folder):
@@ -62,7 +62,7 @@ def test_a_node_that_may_not_write_is_named_before_anything_is_written(tmp_path)
 
 @pytest.mark.parametrize(("made", "above"), [("", 2), ("a", 1), ("a/r", 0)])
 def test_a_token_lies_in_the_folder_or_in_the_nearest_above_it(tmp_path, monkeypatch, made, above):
-    monkeypatch.setattr("lockstep.training.shared_folder._READ_DELAYS", (0.0,))
+    monkeypatch.setattr("lockstep.training.start.shared_folder._READ_DELAYS", (0.0,))
     (tmp_path / made).mkdir(parents=True, exist_ok=True)
     folder = RunFolder(str(tmp_path / "a"), "r")
     with write_token(folder) as found:

@@ -43,17 +43,17 @@ from lockstep.task import Task, as_task, user_task
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
-from lockstep.training.agreement import make_dataset
-from lockstep.training.build_engine import build_model
-from lockstep.training.defaults import all_devices_fast
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
-from lockstep.training.named_task import load_task, make_task, replace_data
-from lockstep.training.parts import notify
-from lockstep.training.resolve import StartFacts, draft_of
-from lockstep.training.run_dir import RunFolder, read_sources
-from lockstep.training.task_check import restore_findings
-from lockstep.training.trainable import base_tensor_names, load_with_adapters
-from lockstep.training.weights import load_model, select_checkpoint
+from lockstep.training.start.agreement import make_dataset
+from lockstep.training.start.build_engine import build_model
+from lockstep.training.start.defaults import all_devices_fast
+from lockstep.training.start.lora_base import base_tensor_names, load_with_adapters
+from lockstep.training.start.named_task import load_task, make_task, replace_data
+from lockstep.training.start.resolve import StartFacts, draft_of
+from lockstep.training.start.weights import load_model, select_checkpoint
+from lockstep.training.state.parts import notify
+from lockstep.training.state.run_dir import RunFolder, read_sources
+from lockstep.training.trial.task_check import restore_findings
 from lockstep.transforms.determinism import check_precision, pin
 from lockstep.transforms.precision import PARAMETERS, is_fast, parameters_in, task_in_precision
 

@@ -29,7 +29,7 @@ from lockstep.distributed import failures
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.records import Best, EvaluationRecord, Step, check_log, float_of
-from lockstep.training.status import RunSpec, RunStatus
+from lockstep.training.state.status import RunSpec, RunStatus
 from lockstep.training.trainer import Training, run_training
 
 __all__ = [

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
-from lockstep.training.build import build
-from lockstep.training.build_engine import build_optimizer
+from lockstep.training.start.build import build
+from lockstep.training.start.build_engine import build_optimizer
 
 __all__ = [
     "group_rows",

@@ -38,23 +38,8 @@ from lockstep.records import EvaluationRecord, Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING, Timeline
 from lockstep.report.page import write
 from lockstep.task import Task
-from lockstep.training.build import BuildRequest, build_joiner, build_together, remote_run
-from lockstep.training.components import (
-    StepComponents,
-    build_components,
-    finish_evaluation,
-    make_number_reader,
-)
-from lockstep.training.guards import name_and_memory, skips_file
-from lockstep.training.load import check_init_from, load_state
-from lockstep.training.open_run import announce, count_restarts, lock_folder, open_sinks
-from lockstep.training.out_of_memory import cut_step, free_frames, record_size
-from lockstep.training.outputs import RunOutputs, close_uploads, open_uploads, upload_rest
-from lockstep.training.parts import LockFacts, RunParts, notify
-from lockstep.training.plan import FIXED
-from lockstep.training.profiler import check_range
-from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
-from lockstep.training.recovery import (
+from lockstep.training.recovery.out_of_memory import cut_step, free_frames, record_size
+from lockstep.training.recovery.regroup import (
     explain_no_recovery,
     is_rank_loss,
     leave_to_build,
@@ -65,11 +50,34 @@ from lockstep.training.recovery import (
     regroup_to_build,
     run_digest,
 )
-from lockstep.training.resolve import with_micro_batch_size
-from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import describe_best, out_of_patience
-from lockstep.training.status import BuildInputs, HookContext, MicroBatchCut, Rebuild, RunSpec, RunStatus, update_best
-from lockstep.training.trial_state import describe_unsaved
+from lockstep.training.start.build import BuildRequest, build_joiner, build_together, remote_run
+from lockstep.training.start.load import check_init_from, load_state
+from lockstep.training.start.open_run import announce, count_restarts, lock_folder, open_sinks
+from lockstep.training.start.resolve import with_micro_batch_size
+from lockstep.training.state.outputs import RunOutputs, close_uploads, open_uploads, upload_rest
+from lockstep.training.state.parts import LockFacts, RunParts, notify
+from lockstep.training.state.plan import FIXED
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.training.state.selection import describe_best, out_of_patience
+from lockstep.training.state.status import (
+    BuildInputs,
+    HookContext,
+    MicroBatchCut,
+    Rebuild,
+    RunSpec,
+    RunStatus,
+    update_best,
+)
+from lockstep.training.step.components import (
+    StepComponents,
+    build_components,
+    finish_evaluation,
+    make_number_reader,
+)
+from lockstep.training.step.guards import name_and_memory, skips_file
+from lockstep.training.step.profiler import check_range
+from lockstep.training.step.recorder import EXIT_INTERRUPTED, RunRecorder
+from lockstep.training.trial.trial_state import describe_unsaved
 
 __all__ = [
     "Training",

@@ -26,10 +26,10 @@ from lockstep.files import bytes_text
 from lockstep.logging.console import waiting
 from lockstep.loop import loss_of, seeder
 from lockstep.run_state import RunState
-from lockstep.training.build import build
 from lockstep.training.inference import join_world
-from lockstep.training.parts import RunParts
-from lockstep.training.training_batches import build_batches
+from lockstep.training.start.build import build
+from lockstep.training.start.training_batches import build_batches
+from lockstep.training.state.parts import RunParts
 
 __all__ = [
     "find_micro_batch",

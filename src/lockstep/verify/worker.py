@@ -30,14 +30,14 @@ from lockstep.loop import StepControl, seeder, steps
 from lockstep.passes import loss_of
 from lockstep.records import StepRecord
 from lockstep.task import Task, as_task, has_step_loss, items_of_a_sample
-from lockstep.training.build import BuildRequest, build_together
-from lockstep.training.compilation import choose_kernels
 from lockstep.training.evaluation import evaluate_all
-from lockstep.training.named_task import make_task
-from lockstep.training.parts import RunParts
-from lockstep.training.plan import FIXED
-from lockstep.training.sharing import shares_for
-from lockstep.training.trial_state import marks_of, preserve_state, unsaved_marks
+from lockstep.training.start.build import BuildRequest, build_together
+from lockstep.training.start.named_task import make_task
+from lockstep.training.start.sharing import shares_for
+from lockstep.training.state.parts import RunParts
+from lockstep.training.state.plan import FIXED
+from lockstep.training.trial.compilation import choose_kernels
+from lockstep.training.trial.trial_state import marks_of, preserve_state, unsaved_marks
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
 from lockstep.verify.request import FaultContext, RunSpec, Seed

@@ -28,9 +28,9 @@ from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.passes import LossWeights
-from lockstep.training.build import build
-from lockstep.training.misplaced import MisplacedTensor, find_misplaced
-from lockstep.training.parts import RunParts
+from lockstep.training.start.build import build
+from lockstep.training.state.parts import RunParts
+from lockstep.training.trial.misplaced import MisplacedTensor, find_misplaced
 
 __all__ = [
     "judge_task",
