@@ -35,9 +35,9 @@ from lockstep.logging.jsonl import tail
 from lockstep.logging.log import close_log, open_log
 from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
-from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING, Timeline
 from lockstep.report.page import write
 from lockstep.task import Task
+from lockstep.timeline import BODY, ENDING, RECOVERY, START, TRAINING, Timeline
 from lockstep.training.recovery.out_of_memory import cut_step, free_frames, record_size
 from lockstep.training.recovery.regroup import (
     explain_no_recovery,

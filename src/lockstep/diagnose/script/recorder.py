@@ -27,7 +27,7 @@ import torch
 
 from lockstep.clock import Clock, StepMarks, make_clock
 from lockstep.diagnose.profile.tracing import StepTrace, peak_memory
-from lockstep.report.goodput import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
+from lockstep.timeline import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
 from lockstep.training.state.run_dir import describe_process, write_description
 
 __all__ = ["ScriptRecorder"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lockstep.checkpoint.files import await_all_ranks, await_results
 from lockstep.checkpoint.upload import Uploader
 from lockstep.logging import Sinks
-from lockstep.report.goodput import Timeline
+from lockstep.timeline import Timeline
 from lockstep.training.state.parts import RunParts, notify
 from lockstep.training.state.run_dir import describe_owner, has_ended
 

@@ -35,8 +35,9 @@ from lockstep.errors import LockstepError, PeerError, StorageError, name_setting
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.guards.samples import loading_failures
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
-from lockstep.report.goodput import EVALUATION, SAVES, waits
+from lockstep.report.goodput import waits
 from lockstep.run_state import RunningSums, RunState
+from lockstep.timeline import EVALUATION, SAVES
 from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.state.finite import describe_ranks, exempt_names, find_bad_tensors
 from lockstep.training.state.outputs import RunOutputs, settle_uploads
