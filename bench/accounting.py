@@ -20,7 +20,7 @@ from torch import nn
 import lockstep
 from lockstep import clock as clocks
 from lockstep.config.schema import Config
-from lockstep.training import components
+from lockstep.training.step import components
 
 GOAL = 0.005  # of a step
 

@@ -37,7 +37,7 @@ from lockstep.engines.registry import engine
 from lockstep.files import bytes_text
 from lockstep.loop import loss_of
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import build_model, build_optimizer
+from lockstep.training.start.build_engine import build_model, build_optimizer
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

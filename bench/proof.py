@@ -20,7 +20,7 @@ GPT2 = [
 ]
 CHILD = """
 import json, resource, sys, time
-import lockstep.training.build as build
+import lockstep.training.start.build as build
 from lockstep.__main__ import main
 
 check = build.check_task

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lockstep
 from lockstep.config.schema import Config
 from lockstep.optim.groups import groups
-from lockstep.training.defaults import default_warmup
+from lockstep.training.start.defaults import default_warmup
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BATCH, RATE, LOG_FREQ, CLIP = 64, 0.01, 10, 1.0

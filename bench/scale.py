@@ -258,10 +258,11 @@ def count_gathers(flags):
     """Train, and print the callers of each exchange of this rank as JSON."""
     from lockstep import cli
     from lockstep.training import trainer
+    from lockstep.training.step.components import StepComponents
 
     found, part = {"start": [], "steps and saves": [], "end": []}, ["start"]
     name = "_gather" if hasattr(World, "_gather") else "gather"
-    gather, iterate, finish = getattr(World, name), trainer.iterate_steps, trainer._finish
+    gather, iterate, finish = getattr(World, name), StepComponents.iterate, trainer._finish
 
     def counted(world, value):
         frames = [frame for frame in traceback.extract_stack() if "/lockstep/" in frame.filename]
@@ -279,7 +280,7 @@ def count_gathers(flags):
         return finish(*args)
 
     setattr(World, name, counted)
-    trainer.iterate_steps, trainer._finish, sys.argv = begin, end, ["lockstep", "train", *flags]
+    StepComponents.iterate, trainer._finish, sys.argv = begin, end, ["lockstep", "train", *flags]
     with contextlib.suppress(SystemExit):
         cli.main()
     if os.environ["RANK"] == "0":

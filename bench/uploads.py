@@ -79,11 +79,11 @@ def measure(options, number):
     run = lockstep.Run(config, Layers())
     during, without = [], []
     with run:
-        session = run._session
+        status = run._status
         begin, before = time.perf_counter(), None
         for step in run:
             end = time.perf_counter()
-            uploader, saver = session.built.uploader, session.saver
+            uploader, saver = status.outputs.uploader, status.built.saver
             state = (
                 uploader.sending is not None,
                 saver is not None and bool(saver._thread and saver._thread.is_alive()),

@@ -183,7 +183,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_names_that_the_documents_say_are_in_a_file_are_there():
-    """`training/build.py: RunParts.lr_factor`: each part of the name is defined in that file."""
+    """`training/state/parts.py: RunParts.lr_factor`: each part of the name is defined in that file."""
     homes = (ROOT, ROOT / "src" / "lockstep", ROOT / "packages" / "lint" / "src" / "lockstep_lint")
     lost = []
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):

@@ -11,7 +11,7 @@ from toys import Partial, Ragged
 
 from lockstep.errors import ConfigError
 from lockstep.task import Task, as_task, has_own, items_of_a_sample, user_task
-from lockstep.training.named_task import load_task
+from lockstep.training.start.named_task import load_task
 
 
 @dataclasses.dataclass

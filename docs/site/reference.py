@@ -23,7 +23,7 @@ from lockstep import cli, errors
 from lockstep.config import cli as flags
 from lockstep.config.schema import BOUNDS, Config, flag, sections
 from lockstep.config.task_options import TASKS
-from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED
+from lockstep.training.step.recorder import EXIT_INTERRUPTED, EXIT_SAVED
 
 GROUPS = {
     "A run": ("Config", "train", "Run", "Step", "EvaluationRecord", "Best", "Result", "load", "verify"),

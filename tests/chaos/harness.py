@@ -54,10 +54,10 @@ class Odd(lockstep.Task):
 
 # What makes rank 1 start unlike the others, by the word that must be said.
 UNLIKE = {
-    "weights": {"at": "lockstep.training.build:build_model", "do": "perturb"},
+    "weights": {"at": "lockstep.training.start.build:build_model", "do": "perturb"},
     "configuration": {"at": "lockstep.config.cli:flatten", "do": "result", "value": {"lr": 1.0}},
     "lockstep's code": {"at": "lockstep.guards.startup:_code", "do": "result", "value": "other"},
-    "samples": {"at": "lockstep.training.agreement:_check_size", "do": "result", "value": 500},
+    "samples": {"at": "lockstep.training.start.agreement:_check_size", "do": "result", "value": 500},
 }
 
 

@@ -61,9 +61,9 @@ MOMENTS = {
     "update": {"at": "lockstep.engines.optimizer_step:OptimizerStep.__call__", "step": 5},
     "evaluation": {"at": "loss_moments:in_evaluation", "step": 3},
     "save": {"at": "lockstep.checkpoint.write:write_file", "step": 3},
-    "recovery": {"at": "lockstep.training.recovery:_restore"},
+    "recovery": {"at": "lockstep.training.recovery.regroup:_restore"},
     "last": {"at": LOSS, "step": 7},
-    "end": {"at": "lockstep.training.recorder:RunRecorder.finish"},
+    "end": {"at": "lockstep.training.step.recorder:RunRecorder.finish"},
     "worker": {"at": "loss_moments:in_worker", "call": 20},
 }
 INTERNAL = {"meet", "groups", "save", "recovery", "end", "worker"}  # an error there ends no rank

@@ -475,7 +475,7 @@ def test_r4_the_disk_is_full_at_the_last_save(data, small, whole, mode):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
-    fault = {"rank": 1, "at": "lockstep.training.build:build_model", "do": "stop"}
+    fault = {"rank": 1, "at": "lockstep.training.start.build:build_model", "do": "stop"}
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
     assert run.code == 1, run.said
     assert "rank 1 did not arrive: it was in its start, before step 1" in run.last

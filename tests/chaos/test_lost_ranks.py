@@ -41,7 +41,7 @@ WRITE = "lockstep.checkpoint.write:write_file"
 UPDATE = "lockstep.engines.optimizer_step:OptimizerStep.__call__"
 BLOCK = "lockstep.models.gpt:Block.forward"
 LOSS = "lockstep.tasks.language_model:CausalLM.loss"
-PLACE = "lockstep.training.recovery:_restore"
+PLACE = "lockstep.training.recovery.regroup:_restore"
 FOUR = ("--micro-batch-size", "1", "--eval-freq", "5", "--optim.ema", "0.9")  # micro-batches a step
 
 
@@ -195,7 +195,8 @@ def test_a_signal_comes_while_a_lost_rank_is_replaced(data, tmp_path, pause):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "second", ["lockstep.training.recovery:_broadcast_state", "lockstep.training.components:build_components", PLACE]
+    "second",
+    ["lockstep.training.start.load:broadcast_state", "lockstep.training.step.components:build_components", PLACE],
 )
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 0), (0, 1)])
 def test_two_are_lost_one_after_the_other(data, tmp_path, whole, second, ranks):
@@ -221,7 +222,7 @@ def test_a_rank_is_lost_within_a_rollback(data, tmp_path, rank):
     flags = (*FOUR, "--guards.nonfinite", "rollback")
     quiet = launch(data, tmp_path / "quiet", *flags, faults=bad, processes=3)
     assert quiet.code == 0, quiet.said
-    kill = {"rank": rank, "at": "lockstep.training.build:build", "do": "kill", "call": 2}
+    kill = {"rank": rank, "at": "lockstep.training.start.build:build", "do": "kill", "call": 2}
     run = launch(data, tmp_path / "lost", *flags, faults=[*bad, kill], processes=3, losses=8)
     assert run.code == 0, run.said
     assert run.mark()[:3] == quiet.mark()[:3]
@@ -237,7 +238,13 @@ def slowly(faults, ranks=3):
 def test_new_process_that_differs_is_refused_and_fails_nothing(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
-        {"rank": 1, "at": "lockstep.training.recovery:run_digest", "do": "result", "value": "other", "replaced": 1},
+        {
+            "rank": 1,
+            "at": "lockstep.training.recovery.regroup:run_digest",
+            "do": "result",
+            "value": "other",
+            "replaced": 1,
+        },
     ]
     flags = (*FOUR, "--max-steps", "60")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
@@ -250,7 +257,7 @@ def test_new_process_that_differs_is_refused_and_fails_nothing(data, tmp_path):
 def test_new_process_that_ends_at_its_start_is_replaced(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
-        {"rank": 1, "at": "lockstep.training.build:build", "do": "kill", "replaced": 1},
+        {"rank": 1, "at": "lockstep.training.start.build:build", "do": "kill", "replaced": 1},
     ]
     flags = (*FOUR, "--max-steps", "100")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)

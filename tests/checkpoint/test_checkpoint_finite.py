@@ -23,7 +23,7 @@ from lockstep.errors import CheckpointError, LockstepError
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.logging.jsonl import read
 from lockstep.tensors import local_of, not_finite
-from lockstep.training.resume import select_checkpoint
+from lockstep.training.start.weights import select_checkpoint
 
 BAD = [math.nan, math.inf, -math.inf]
 

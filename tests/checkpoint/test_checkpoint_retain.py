@@ -20,7 +20,7 @@ from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.training import recorder as bookkeeper
+from lockstep.training.step import recorder as bookkeeper
 
 
 def settings(folder, **changes):

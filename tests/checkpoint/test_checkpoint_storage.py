@@ -17,7 +17,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError, StorageError
 from lockstep.files import retry_io
 from lockstep.run_state import Selection
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
 
 LOOKS = ("stat", "lstat", "listdir")
 SILENT = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT]
@@ -156,6 +156,6 @@ def test_evaluation_that_cannot_be_noted_is_one_line(tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("lockstep.training.run_dir.write_whole", full)
+    monkeypatch.setattr("lockstep.training.state.run_dir.write_whole", full)
     with pytest.raises(LockstepError, match=r"step 4: .*evaluated\.json: No space left"):
         RunFolder(str(tmp_path), "r").write_evaluated(4, Selection())

@@ -14,7 +14,7 @@ import lockstep
 from lockstep import checkpoint, cli
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read
-from lockstep.training.named_task import load_task
+from lockstep.training.start.named_task import load_task
 
 TEMPLATES = Path(lockstep.__file__).parent / "templates"
 NAMES = ["config.toml", "task.py", "test_task.py"]

@@ -15,7 +15,7 @@ from lockstep import checkpoint
 from lockstep.cli import dispatch
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run_state import BestEvaluation, Selection
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
 
 
 @pytest.fixture

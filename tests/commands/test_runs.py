@@ -19,8 +19,8 @@ import lockstep
 from lockstep.cli import dispatch
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read
-from lockstep.training.run_dir import RunFolder, RunLock
 from lockstep.training.runs import list_runs
+from lockstep.training.state.run_dir import RunFolder, RunLock
 
 SLOW = """
 import sys, time

@@ -17,7 +17,7 @@ import lockstep
 from lockstep import cli
 from lockstep.config.cli import flatten, parse
 from lockstep.errors import SETTINGS, CheckpointError, ConfigError, DataError, LockstepError, name_settings
-from lockstep.training.build import notify
+from lockstep.training.state.parts import notify
 
 HERE = Path(__file__).parent
 

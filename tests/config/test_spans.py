@@ -16,7 +16,7 @@ from lockstep.config.fields import in_steps, is_span
 from lockstep.config.schema import SPANS, Config
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read as records
-from lockstep.training.resolve import Facts, resolve
+from lockstep.training.start.resolve import Facts, resolve
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from lockstep.config.sections import Data
 from lockstep.data.loader import generator_states
 from lockstep.data.sampler import order_from
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.training.defaults import describe_step
-from lockstep.training.resume import RunPlan
+from lockstep.training.start.defaults import describe_step
+from lockstep.training.state.plan import RunPlan
 
 SAMPLES, DRAWN = 40, 56
 

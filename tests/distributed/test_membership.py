@@ -13,7 +13,7 @@ from toys import Ragged
 import lockstep
 from lockstep.distributed import exchange
 from lockstep.distributed.membership import Member
-from lockstep.training import recovery
+from lockstep.training.recovery import regroup as recovery
 
 CALLS = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "barrier", "reduce", "gather", "new_group")
 
@@ -42,7 +42,7 @@ def _counted(world, folder, port, exact):
         settings = config(folder, experiment_name=name, eval_freq=4, exact=exact, device="cpu", engine="ddp")
         session = lockstep.Run(settings, task)
         session()
-        assert (session._session.member is not None) == (name == "member")
+        assert (session._status.ranks.member is not None) == (name == "member")
     return counts, mark(Path(folder), "plain") == mark(Path(folder), "member")
 
 

@@ -21,7 +21,7 @@ from lockstep.data.sampler import Shuffled
 from lockstep.engines.registry import engine
 from lockstep.errors import LockstepError
 from lockstep.optim.schedule import factor
-from lockstep.training.resume import load_weights, select_checkpoint
+from lockstep.training.start.weights import load_model, select_checkpoint
 from lockstep.transforms import checkpointed, compiled, precision
 from lockstep.transforms.batchnorm import Synchronised, empty_slot, resolve_batchnorm, synchronised
 
@@ -349,7 +349,7 @@ def test_run_resumes_on_another_world_as_a_plain_loop(ranks, tmp_path):
     assert run(run_to, 2, str(tmp_path), 2) == [[0, 1]] * 2
     assert run(run_to, ranks, str(tmp_path)) == [[2, 3]] * ranks
     model = Configured().model()
-    load_weights(select_checkpoint(tmp_path / "default", "last"), model)
+    load_model(select_checkpoint(tmp_path / "default", "last"), model)
     compare({name: tensor.tolist() for name, tensor in model.state_dict().items()}, trained_by_hand(Configured(), 48))
 
 

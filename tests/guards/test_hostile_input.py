@@ -20,7 +20,7 @@ from lockstep.config import cli
 from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.logging.log import close_log, open_log
-from lockstep.training.named_task import make_task
+from lockstep.training.start.named_task import make_task
 
 
 class Payload:

@@ -27,7 +27,7 @@ from lockstep.checkpoint.layout import in_file_order, share_out
 from lockstep.distributed.world import World
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.training import recorder
+from lockstep.training.step import recorder
 
 
 def save(saver, folder, step, tensors, gate=None):

@@ -16,8 +16,8 @@ from lockstep.distributed import failures, progress
 from lockstep.errors import LockstepError, PeerError, error_line, user_traceback
 from lockstep.files import retry_io
 from lockstep.guards.preemption import Preemption
-from lockstep.training.recorder import describe_lost_ranks
-from lockstep.training.session import PendingStop
+from lockstep.training.state.status import PendingStop
+from lockstep.training.step.recorder import describe_lost_ranks
 
 
 class _Mute(Exception):

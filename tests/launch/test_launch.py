@@ -28,8 +28,8 @@ from lockstep.launch import workers as leash
 from lockstep.launch.command import command
 from lockstep.launch.job import Job
 from lockstep.run_state import RunState
-from lockstep.training.open_run import count_restarts
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.start.open_run import count_restarts
+from lockstep.training.state.run_dir import RunFolder
 
 
 def shown(capsys, *flags, train=()):
@@ -470,7 +470,7 @@ import sys, time
 import torch
 from lockstep.data.batches import Batches, StepPlan, Loading
 from lockstep.data.sampler import Sequential
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
 from lockstep.distributed.world import World
 
 class Task:
@@ -569,12 +569,13 @@ def test_forkserver_loader_and_its_server_end_with_the_rank(tmp_path):
 
 
 def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
-    code = "import os, sys, time; from lockstep.training.run_dir import RunFolder; folder = RunFolder(sys.argv[1], 'r')"
-    code += "; folder.claim(); os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
+    code = "import os, sys, time; from lockstep.training.state.run_dir import RunFolder"
+    code += "; folder = RunFolder(sys.argv[1], 'r'); folder.claim()"
+    code += "; os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:
         child = int(owner.stdout.readline())
         owner.kill()
-    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 0.0)
+    monkeypatch.setattr("lockstep.training.state.run_dir._EXIT_GRACE", 0.0)
     folder = RunFolder(str(tmp_path), "r")
     try:
         folder.claim()
@@ -589,10 +590,10 @@ def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatc
     dead = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000\n"
     (tmp_path / "r" / "run.lock").write_text(dead)  # as if something held it that no fork of ours made
     other = RunFolder(str(tmp_path), "r")
-    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 0.1)
+    monkeypatch.setattr("lockstep.training.state.run_dir._EXIT_GRACE", 0.1)
     with pytest.raises(ConfigError, match="is in use by children of process 999999 on"):
         other.claim()
-    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 60.0)
+    monkeypatch.setattr("lockstep.training.state.run_dir._EXIT_GRACE", 60.0)
     ending = threading.Timer(0.2, folder._lock.close)
     ending.start()
     other.claim()
@@ -635,7 +636,7 @@ def test_unwritable_file_leaves_nothing_and_is_named(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lockstep.training.run_dir.os.fsync", full)
+    monkeypatch.setattr("lockstep.training.state.run_dir.os.fsync", full)
     with pytest.raises(OSError, match="state.json"):
         RunFolder(str(tmp_path), ".").write("state.json", "{}")
     assert not list(tmp_path.iterdir())

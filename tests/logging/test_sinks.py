@@ -15,7 +15,7 @@ from lockstep.logging import Sinks
 from lockstep.logging.console import Console
 from lockstep.logging.jsonl import JsonLines, read
 from lockstep.logging.log import close_log, open_log
-from lockstep.training import run_dir
+from lockstep.training.state import run_dir
 
 PLANTED = "Zq7-planted_Value/9"
 

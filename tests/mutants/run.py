@@ -51,7 +51,8 @@ TABLE = [
     ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),
     (
         "guards",
-        "guards/*.py training/guards.py training/open_run.py training/resume.py training/agreement.py",
+        "guards/*.py training/step/guards.py training/state/finite.py training/start/resume.py "
+        "training/start/agreement.py training/start/shared_folder.py",
         f"{GUARDS} checkpoint/test_checkpoint_finite.py {WHOLE}",
     ),
     (
@@ -68,16 +69,18 @@ TABLE = [
         "verify/*.py test_world_sizes.py test_distributed_helper.py",
     ),
     ("exchange", "distributed/exchange.py", f"distributed/*.py {GUARDS} {WHOLE}"),
-    ("recorder", "training/recorder.py", WHOLE),
+    ("recorder", "training/step/recorder.py", WHOLE),
     (
         "run",
-        "training/run.py training/session.py training/trainer.py training/components.py training/recovery.py "
-        "training/open_run.py training/inference.py training/agreement.py lockstep/task.py",
+        "training/run.py training/state/status.py training/trainer.py training/step/components.py "
+        "training/recovery/regroup.py training/start/open_run.py training/state/outputs.py training/inference.py "
+        "training/start/agreement.py lockstep/task.py",
         f"{WHOLE} test_task*.py commands/*.py {GUARDS} adapters/test_trainer.py chaos/test_lost_ranks.py",
     ),
     (
         "build",
-        "training/build.py training/resume.py",
+        "training/start/build.py training/state/parts.py training/state/plan.py training/start/resume.py "
+        "training/start/weights.py training/start/load.py",
         f"{WHOLE} commands/*.py test_parity.py engines/test_engine_refusals.py logging/test_sinks_remote.py",
     ),
 ]

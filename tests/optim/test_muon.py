@@ -17,8 +17,8 @@ from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW
 from lockstep.optim.optimizers import make_optimizer, muon, rules_of
-from lockstep.training.defaults import describe_optimizer
-from lockstep.training.resolve import Facts, resolve
+from lockstep.training.start.defaults import describe_optimizer
+from lockstep.training.start.resolve import Facts, resolve
 from lockstep.training.summary import group_rows
 
 

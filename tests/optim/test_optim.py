@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.optim.groups import groups
 from lockstep.optim.optimizers import adamw, make_optimizer, sgd
-from lockstep.training.resolve import Facts, resolve
+from lockstep.training.start.resolve import Facts, resolve
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decay_embeddings": False}
 

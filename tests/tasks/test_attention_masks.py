@@ -6,7 +6,7 @@ import torch
 from small_runs import config
 
 from lockstep.config.sections import Data
-from lockstep.training.named_task import make_task
+from lockstep.training.start.named_task import make_task
 from lockstep.transforms import compiled, precision
 
 pytestmark = [

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.logging.jsonl import read
 from lockstep.models.vision import MLP
 from lockstep.tasks.regression import make
-from lockstep.training.resume import load_weights, select_checkpoint
+from lockstep.training.start.weights import load_model, select_checkpoint
 
 
 def config(folder, **changes):
@@ -48,7 +48,7 @@ def test_defaults_learn_diabetes_with_scikit_learns_numbers(tmp_path, capsys):
     result = lockstep.train(config(tmp_path, precision="float64"))
     task = make(config(tmp_path, precision="float64"), print)
     model = task.model().double().eval()
-    load_weights(select_checkpoint(result.folder, "last"), model)
+    load_model(select_checkpoint(result.folder, "last"), model)
     rows, targets = task.dataset("evaluation").tensors
     with torch.no_grad():
         predictions = model(rows)
@@ -78,7 +78,7 @@ def test_r2_is_that_of_the_rows_that_are_evaluated(tmp_path):
     result = lockstep.train(config(tmp_path, **changes))
     task = make(config(tmp_path, **changes), print)
     model = task.model().double().eval()
-    load_weights(select_checkpoint(result.folder, "last"), model)
+    load_model(select_checkpoint(result.folder, "last"), model)
     rows, targets = (part[:21] for part in task.dataset("evaluation").tensors)
     with torch.no_grad():
         wanted = metrics.r2_score(targets, model(rows))

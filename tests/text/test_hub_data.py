@@ -28,7 +28,7 @@ from lockstep.tasks.language_model import corpus_for, hub_task
 from lockstep.text import hub, tables
 from lockstep.text.hub import DataRequest, open_rows, reader, table_files
 from lockstep.text.token_store import TokenizerToTrain, _progress
-from lockstep.training.named_task import make_task
+from lockstep.training.start.named_task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

@@ -19,7 +19,7 @@ from lockstep.tasks.language_model import corpus_for
 from lockstep.text.documents import packed
 from lockstep.text.hub import reader
 from lockstep.text.token_store import TokenizerToTrain
-from lockstep.training.named_task import make_task
+from lockstep.training.start.named_task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

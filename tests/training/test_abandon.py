@@ -12,8 +12,8 @@ from lockstep import checkpoint
 from lockstep.config.fields import FieldError
 from lockstep.errors import UsageError
 from lockstep.logging.jsonl import read
-from lockstep.training import components
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.training.step import components
 
 
 def config(folder, **changes):

@@ -5,9 +5,9 @@ import torch
 
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
-from lockstep.training import build, defaults
-from lockstep.training.defaults import find_largest_micro_batch, plan_micro_batch
-from lockstep.training.resolve import CheckpointFacts, StartFacts, draft_of
+from lockstep.training.start import build, defaults
+from lockstep.training.start.defaults import find_largest_micro_batch, plan_micro_batch
+from lockstep.training.start.resolve import CheckpointFacts, StartFacts, draft_of
 
 
 def on_device(kind="cuda"):

@@ -15,7 +15,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import BestEvaluation, Selection
-from lockstep.training.selection import describe_best, explain_early_stop, out_of_patience, select_best
+from lockstep.training.state.selection import describe_best, explain_early_stop, out_of_patience, select_best
 
 SCORES = [0.5, 0.8, 0.7, 0.8, 0.75, 0.9]  # of the evaluations after steps 2, 4, ...
 

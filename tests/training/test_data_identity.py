@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 import lockstep
 from lockstep.errors import ResumeError
 from lockstep.run_state import RunState
-from lockstep.training.resume import accept_contents
+from lockstep.training.start.resume import accept_contents
 
 SIZE = 50
 

@@ -27,8 +27,7 @@ from lockstep.optim.schedule import NONE, SHAPES
 from lockstep.run_state import Position
 from lockstep.task import DataFacts
 from lockstep.tasks.language_model import CausalLM
-from lockstep.training.build import notify
-from lockstep.training.defaults import (
+from lockstep.training.start.defaults import (
     LORA_DEFAULTS,
     SGD_DEFAULTS,
     TASK_DEFAULTS,
@@ -39,9 +38,10 @@ from lockstep.training.defaults import (
     fine_tuning_rate,
     plan_warnings,
 )
-from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
-from lockstep.training.resume import RunPlan
-from lockstep.training.sharing import check_division
+from lockstep.training.start.resolve import CheckpointFacts, Facts, StartFacts, resolve
+from lockstep.training.start.sharing import check_division
+from lockstep.training.state.parts import notify
+from lockstep.training.state.plan import RunPlan
 from lockstep.transforms.batchnorm import synchronised
 
 PLAIN = nn.Linear(2, 2)

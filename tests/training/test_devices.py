@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.training.guards import describe_unequal_devices, max_slots, name_and_memory
+from lockstep.training.step.guards import describe_unequal_devices, max_slots, name_and_memory
 
 GIB = 1024**3
 H100, A100 = ["NVIDIA H100", 80 * GIB], ["NVIDIA A100", 40 * GIB]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.training.draws import CONTIGUOUS, DrawBook, Layout, RowDraws
+from lockstep.training.trial.draws import CONTIGUOUS, DrawBook, Layout, RowDraws
 
 SAMPLES = 8
 OWN = torch.Generator()

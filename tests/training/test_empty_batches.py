@@ -14,7 +14,7 @@ import lockstep
 from lockstep.data.batches import MicroBatch
 from lockstep.data.sampler import Sequential
 from lockstep.errors import DataError
-from lockstep.training.empty_batches import EmptyBatchCheck
+from lockstep.training.step.empty_batches import EmptyBatchCheck
 
 PLAIN = {"name": "sgd", "schedule": "constant", "warmup_steps": 0, "clip": 0.0, "weight_decay": 0.0, "momentum": 0.0}
 EMPTY = (28, 29)  # samples without a positive label: the third micro-batch of step 4, at which no proof looks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import secrets
 from lockstep.config.secrets import is_secret_name, mask, mask_args, printable
-from lockstep.training import run_dir
+from lockstep.training.state import run_dir
 
 PLANTED = "Zq7-planted_Value/9"
 HEX = "0123456789abcdef0123456789abcdef01234567"
@@ -302,7 +302,8 @@ def test_describing_is_quick():
 
 def test_importing_loads_no_torch():
     code = (
-        "import sys, lockstep.training.run_dir, lockstep.logging.console, lockstep.logging.jsonl, lockstep.logging.log;"
+        "import sys, lockstep.training.state.run_dir; import lockstep.logging.console, lockstep.logging.jsonl;"
+        "import lockstep.logging.log;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.records import StepRecord
 from lockstep.training.evaluation import evaluate, evaluate_all, merge_states, one_step_plan, pop_state
-from lockstep.training.recorder import Meter
+from lockstep.training.step.recorder import Meter
 
 
 def found(world, samples, micro):

@@ -21,7 +21,7 @@ from lockstep.data.sampler import Begun, Sequential, Shuffled
 from lockstep.errors import ConfigError, DataError, ResumeError
 from lockstep.logging.jsonl import read
 from lockstep.training.evaluation import sets_by_name
-from lockstep.training.resume import samples_in_epoch
+from lockstep.training.state.plan import samples_in_epoch
 from lockstep.verify.wrappers import PreparedTask
 
 

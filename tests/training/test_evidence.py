@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from weighed import Restoring, Written, halved, trial_of, verdict_of
 
-from lockstep.training.evidence import cut_rows, sketch, weigh
-from lockstep.training.weight_moves import moved
+from lockstep.training.trial.evidence import cut_rows, sketch, weigh
+from lockstep.training.trial.weight_moves import moved
 from lockstep.transforms.precision import autocast
 
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.3, 10.0])

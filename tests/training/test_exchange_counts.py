@@ -10,6 +10,7 @@ from small_runs import config
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.training import trainer
+from lockstep.training.step.components import StepComponents
 
 MOST = {"start": 12, "resume": 16, "end": 2}
 
@@ -37,7 +38,7 @@ class Line(lockstep.Task):
 def gathers(world, folder, **changes):
     """The exchanges of this rank until the first step, and from the last one on."""
     counts = {"start": 0, "steps": 0, "end": 0}
-    part, real, iterate, finish = ["start"], World._gather, trainer.iterate_steps, trainer._finish
+    part, real, iterate, finish = ["start"], World._gather, StepComponents.iterate, trainer._finish
 
     def count(self, value):
         if part[0] == "start" or threading.current_thread() is threading.main_thread():  # else a save's thread
@@ -52,11 +53,11 @@ def gathers(world, folder, **changes):
         part[0] = "end"
         return finish(*args)
 
-    World._gather, trainer.iterate_steps, trainer._finish = count, begin, end
+    World._gather, StepComponents.iterate, trainer._finish = count, begin, end
     try:
         lockstep.train(config(folder, **changes), Line(), world)
     finally:
-        World._gather, trainer.iterate_steps, trainer._finish = real, iterate, finish
+        World._gather, StepComponents.iterate, trainer._finish = real, iterate, finish
     return counts
 
 

@@ -56,7 +56,7 @@ def trained(world, folder, kind="", at=0, **changes):
     try:
         for step in training:
             if kind and step.global_step == at:
-                state = training._session.built.all_tensors()  # collective under zero
+                state = training._status.built.all_tensors()  # collective under zero
                 name = next(name for name in sorted(state) if kind in name)
                 bits = local_of(state[name]).detach().view(-1).view(torch.int64)
                 bits[-1] ^= (1 << 20) * (world.rank == world.size - 1)

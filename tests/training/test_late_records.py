@@ -14,7 +14,7 @@ from lockstep import checkpoint
 from lockstep.errors import LockstepError
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.logging.jsonl import read
-from lockstep.training.recorder import RunRecorder
+from lockstep.training.step.recorder import RunRecorder
 
 TIMED = ("items_per_second", "memory")
 

@@ -57,7 +57,7 @@ FILE["scheduler"]["params"] |= {"warmup_num_steps": 2, "warmup_max_lr": 0.01}
 
 
 def test_plan_length_in_a_deepspeed_file_is_the_earlier_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.training.build.read_json", lambda path: FILE)
+    monkeypatch.setattr("lockstep.training.start.build.read_json", lambda path: FILE)
     settings = {"max_steps": 6, "lr": 0.01, "optim": {"schedule": "linear", "warmup_steps": 2, "floor": 0.0}}
     assert go(tmp_path, **settings) == list(range(6))
     assert go(tmp_path, extend_to=9, stop_at=8, **settings) == [6, 7]

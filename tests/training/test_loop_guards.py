@@ -22,7 +22,7 @@ from lockstep.guards.nonfinite import DeferredReader
 from lockstep.logging.jsonl import read
 from lockstep.optim.optimizers import adamw
 from lockstep.optim.schedule import factor
-from lockstep.training import guards as run_guards
+from lockstep.training.step import guards as run_guards
 
 BATCH, MICRO = 4, 2
 

@@ -11,9 +11,9 @@ from weighed import Written, halved, trial_of
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.task import set_detected
-from lockstep.training.evidence import halve, sketch, weigh
-from lockstep.training.loss_check import check_loss
-from lockstep.training.weight_moves import moved
+from lockstep.training.trial.evidence import halve, sketch, weigh
+from lockstep.training.trial.loss_check import check_loss
+from lockstep.training.trial.weight_moves import moved
 
 
 def network():

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.models.gpt import GPT, PRESETS
-from lockstep.training import defaults as module
-from lockstep.training.defaults import memory_bound
+from lockstep.training.start import defaults as module
+from lockstep.training.start.defaults import memory_bound
 
 SHAPE = dataclasses.replace(
     PRESETS["builtin:nano"], layers=3, heads=8, width=128, vocab_size=512, context=128, dropout=0.1

@@ -7,7 +7,7 @@ from refusals import refuses
 
 from lockstep.config import cli
 from lockstep.errors import ResumeError
-from lockstep.training.resume import check_plan
+from lockstep.training.start.resume import check_plan
 
 PLAN = {
     "batch_size": 8,

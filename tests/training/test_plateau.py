@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, ResumeError
 from lockstep.optim.schedule import factor
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import Selection
-from lockstep.training.selection import plateau_drops, select_best, update_plateau
+from lockstep.training.state.selection import plateau_drops, select_best, update_plateau
 
 VALUES = st.lists(st.integers(0, 6) | st.just(math.nan), min_size=1, max_size=40)
 

@@ -22,7 +22,7 @@ from lockstep.models import quantized
 from lockstep.models.hf import HubModel
 from lockstep.models.quantized import PlaceholderLinear, Quantization, bits_of, keep_unchanged, quantized_layers
 from lockstep.training.inference import ExportRequest, export_run
-from lockstep.training.named_task import make_task
+from lockstep.training.start.named_task import make_task
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")

@@ -15,9 +15,10 @@ from lockstep.engines.registry import explain_no_replica
 from lockstep.errors import PeerError
 from lockstep.run_state import RunState
 from lockstep.tensors import local_of
-from lockstep.training import recovery
-from lockstep.training.build import _read_newest_state
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.recovery import regroup as recovery
+from lockstep.training.start import load
+from lockstep.training.start.build import _read_newest_state
+from lockstep.training.state.run_dir import RunFolder
 
 
 def test_the_plan_of_a_run_is_seen_in_its_newest_checkpoint(tmp_path):
@@ -115,9 +116,9 @@ def state_of(rank):
 
 
 def handed_out(world, together):
-    recovery._BUCKET_BYTES = together
+    load._BUCKET_BYTES = together
     mine = state_of(world.rank)
-    found = recovery._broadcast_state(mine, [1], world)
+    found = load.broadcast_state(mine, [1], world)
     wanted = state_of(1)
     assert list(found) == list(wanted)
     for name, tensor in wanted.items():
@@ -140,7 +141,7 @@ def parts_handed_out(world):
         init_device_mesh("cpu", (1, 4))
     if world.rank == 3:
         mine["model/rows"] = torch.full((1, 3), 3.0)
-    found = recovery._broadcast_state(mine, [2, 3], world)
+    found = load.broadcast_state(mine, [2, 3], world)
     return {name: local_of(tensor).tolist() for name, tensor in found.items()}
 
 

@@ -295,7 +295,7 @@ def test_a_resume_knows_what_was_found(tmp_path, monkeypatch):
     trained(None, tmp_path / "parts", GradientPenalty(), stop_at=2)
     state = checkpoint.read_state(checkpoint.newest(tmp_path / "parts" / "r", say=print))
     assert (state["reduction"], state["evaluation_graph"]) == ("mean", True)
-    monkeypatch.setattr("lockstep.training.build.check_task", None)  # it is not tried again
+    monkeypatch.setattr("lockstep.training.start.build.check_task", None)  # it is not tried again
     assert_equal(trained(None, tmp_path / "parts", GradientPenalty(), eval_freq=1), straight)
 
 

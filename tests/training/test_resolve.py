@@ -11,8 +11,8 @@ from lockstep.config.fields import is_span
 from lockstep.config.schema import SPANS, Config, is_auto, lookup
 from lockstep.data.batches import Origin
 from lockstep.run_state import Extension
-from lockstep.training.defaults import TASK_DEFAULTS
-from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
+from lockstep.training.start.defaults import TASK_DEFAULTS
+from lockstep.training.start.resolve import CheckpointFacts, Facts, StartFacts, resolve
 
 PLAN = {"batch_size": 16, "micro_batch_size": 4, "steps": 9, "precision": "float32", "optim.warmup_steps": 3}
 EXTENSION = Extension(asked=50, at=9, before=9, max_steps=50, num_epochs=0)

@@ -23,10 +23,10 @@ from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ResumeError
 from lockstep.files import bytes_text
 from lockstep.logging.jsonl import read as records
-from lockstep.training.build import build
-from lockstep.training.resolve import Facts, resolve
-from lockstep.training.resume import compare_plans
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.start.build import build
+from lockstep.training.start.resolve import Facts, resolve
+from lockstep.training.start.resume import compare_plans
+from lockstep.training.state.run_dir import RunFolder
 
 
 def go(world, settings, task=None, leave_at=None):
@@ -381,7 +381,7 @@ def test_custom_schedule_is_asked_only_for_planned_steps(tmp_path):
 def test_the_cut_is_checked_once_and_when_it_is_known(tmp_path, monkeypatch, micro_batch_size):
     checked = []
     monkeypatch.setattr(
-        "lockstep.training.sharing.check_batches", lambda _, **cut: checked.append(cut["micro_batch_size"])
+        "lockstep.training.start.sharing.check_batches", lambda _, **cut: checked.append(cut["micro_batch_size"])
     )
     built = build(config(tmp_path, micro_batch_size=micro_batch_size), Ragged(), World())
     assert checked == [built.config.micro_batch_size]

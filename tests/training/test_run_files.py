@@ -14,7 +14,7 @@ from lockstep import checkpoint
 from lockstep.config.cli import read_toml
 from lockstep.config.sections import Checkpoint
 from lockstep.errors import ConfigError
-from lockstep.training.run_dir import RunFolder, RunLock
+from lockstep.training.state.run_dir import RunFolder, RunLock
 
 
 def refused(*_):

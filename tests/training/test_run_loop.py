@@ -24,7 +24,7 @@ from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.logging.jsonl import read
-from lockstep.training import recorder as bookkeeper
+from lockstep.training.step import recorder as bookkeeper
 
 
 def config(folder, **changes):

@@ -30,8 +30,8 @@ from lockstep.logging.jsonl import read
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
 from lockstep.run_state import Position, RunState
-from lockstep.training.recorder import Meter, RunRecorder, peak_memory
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.training.step.recorder import Meter, RunRecorder, peak_memory
 
 SAMPLES, BATCH, MICRO = 20, 6, 2  # a step may lie across two epochs
 
@@ -146,7 +146,7 @@ def test_records_hold_the_numbers_of_known_steps(tmp_path, ranks):
 
 def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     now = iter([10.0, 14.0, 15.0, 25.0])
-    monkeypatch.setattr("lockstep.training.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("lockstep.training.step.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
     exchange, clock = SimpleNamespace(totals=list), SimpleNamespace(read=lambda: {"data": 2.0, "forward": 5.0})
     meter = Meter(exchange, clock, torch.device("cpu"))
     for step, items in enumerate((20, 12)):
@@ -339,14 +339,12 @@ def test_what_a_sink_is_told(tmp_path, monkeypatch, left):
 @pytest.mark.parametrize("code", [0, 75])
 @pytest.mark.parametrize(("is_main", "is_best", "saved"), [(1, 1, 4), (1, 0, 4), (1, 0, 0), (0, 1, 4), (0, 0, 4)])
 def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is_best, saved, monkeypatch):
-    monkeypatch.setattr("lockstep.training.recorder.on_all_ranks", lambda world, call: call())
+    monkeypatch.setattr("lockstep.training.step.recorder.on_all_ranks", lambda world, call: call())
     wrote, order, summary = [], [], {}
     model = torch.nn.Identity()
     model.reshard = lambda: order.append("at rest")  # as fsdp's modules have it
     task = SimpleNamespace(sample=lambda model, device: order.append("sample") or "text")
     built = SimpleNamespace(
-        remote=None,
-        uploader=None,
         world=SimpleNamespace(is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2),
         engine=SimpleNamespace(model=model),
         task=task,
@@ -355,8 +353,11 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         config=Config(experiment_name="r", report=False, data=Data(workers=2)),
         run_plan=SimpleNamespace(step_plan=SimpleNamespace(steps=4)),
         place=Position,
-        folder=SimpleNamespace(
-            write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
+        setup=SimpleNamespace(
+            remote=None,
+            folder=SimpleNamespace(
+                write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
+            ),
         ),
     )
     recorder = SimpleNamespace(
@@ -372,7 +373,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         _meter=SimpleNamespace(seconds={"steps": 100.0, "data": 40.0}),
         _write_state_and_prune=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
-        _settle_uploads=lambda: "",
+        _uploader=None,
         _sample=lambda: task.sample(model, "cpu"),
     )
     RunRecorder.finish(recorder)

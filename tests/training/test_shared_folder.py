@@ -11,8 +11,8 @@ from toys import Ragged
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.training.agreement import _sees_token, _token
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.start.shared_folder import _sees_token, write_token
+from lockstep.training.state.run_dir import RunFolder
 
 
 def started(world, folder):
@@ -62,10 +62,10 @@ def test_node_that_may_not_write_is_named_before_writing(tmp_path):
 
 @pytest.mark.parametrize(("made", "above"), [("", 2), ("a", 1), ("a/r", 0)])
 def test_a_token_lies_in_the_folder_or_in_the_nearest_above_it(tmp_path, monkeypatch, made, above):
-    monkeypatch.setattr("lockstep.training.agreement._READ_DELAYS", (0.0,))
+    monkeypatch.setattr("lockstep.training.start.shared_folder._READ_DELAYS", (0.0,))
     (tmp_path / made).mkdir(parents=True, exist_ok=True)
     folder = RunFolder(str(tmp_path / "a"), "r")
-    with _token(folder) as found:
+    with write_token(folder) as found:
         assert found[1] == above
         assert _sees_token(folder.path, *found)
         assert not _sees_token(tmp_path / "b" / "r" / "other", *found)
@@ -75,5 +75,5 @@ def test_a_token_lies_in_the_folder_or_in_the_nearest_above_it(tmp_path, monkeyp
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file"), _token(RunFolder(str(tmp_path), "file")):
+    with pytest.raises(ConfigError, match="file"), write_token(RunFolder(str(tmp_path), "file")):
         pass

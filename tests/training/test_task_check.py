@@ -20,7 +20,7 @@ import lockstep
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.task import as_task
-from lockstep.training.build import build
+from lockstep.training.start.build import build
 
 
 def first(folder, task, world=None, **changes):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.task import set_step
-from lockstep.training.trial_state import (
+from lockstep.training.trial.trial_state import (
     describe_marks,
     differing_marks,
     marks_of,

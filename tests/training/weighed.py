@@ -12,8 +12,8 @@ import lockstep
 from lockstep.config.schema import Config
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.world import World
-from lockstep.training.evidence import HalvedSamples, weigh
-from lockstep.training.loss_check import Trial
+from lockstep.training.trial.evidence import HalvedSamples, weigh
+from lockstep.training.trial.trial import Trial
 
 
 class Written(lockstep.Task):

@@ -18,7 +18,7 @@ from lockstep.data.batches import StepPlan
 from lockstep.models.chunked_loss import IGNORED
 from lockstep.models.gpt import GPT, GPTConfig, generate
 from lockstep.tasks.language_model import CausalLM
-from lockstep.training.build_engine import choose_kernels
+from lockstep.training.trial.compilation import choose_kernels
 from lockstep.transforms import Transforms, precision, prepare
 from lockstep.verify.wrappers import TaskWrapper
 

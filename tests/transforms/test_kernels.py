@@ -15,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import build_model
+from lockstep.training.start.build_engine import build_model
 from lockstep.transforms import Transforms, attention, autocast, compiled, prepare
 from lockstep.transforms.attention import AS_TORCH, AttentionFacts, KernelOrder, described, facts_of, order_of
 

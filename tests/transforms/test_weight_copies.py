@@ -18,7 +18,7 @@ from lockstep.engines.memory import footprint
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.hooks import Hooks
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.training.resume import compare_plans
+from lockstep.training.start.resume import compare_plans
 from lockstep.transforms import autocast, checkpointed
 from lockstep.transforms.weight_copies import CopiedLinear, WeightCopies, copies_of
 

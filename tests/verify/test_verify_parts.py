@@ -20,7 +20,7 @@ from lockstep.config.sections import Optim
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError, DifferenceError
-from lockstep.training import run_dir
+from lockstep.training.state import run_dir
 from lockstep.verify import certificate, reference, verification
 from lockstep.verify import verification as command
 from lockstep.verify.compare import Traces, first_difference

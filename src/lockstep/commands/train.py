@@ -18,7 +18,7 @@ from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError
 from lockstep.interrupts import keep_interrupts
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
 
 __all__ = ["command", "config_and_task", "import_training"]
 

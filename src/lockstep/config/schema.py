@@ -4,8 +4,8 @@
     config = Config.from_args(["--experiment-name", "a", "--optim.weight-decay", "0.05"])       # the same from flags
 
 Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`. Two
-kinds of values are resolved later, when the task and the plan are known (see `lockstep.training.resolve`): "auto", and
-steps as epochs or as a share of the plan, `--eval-freq 1epoch`.
+kinds of values are resolved later, when the task and the plan are known (see `lockstep.training.start.resolve`):
+"auto", and steps as epochs or as a share of the plan, `--eval-freq 1epoch`.
 """
 
 import dataclasses

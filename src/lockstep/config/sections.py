@@ -2,7 +2,7 @@
 
     config = Config(optim=Optim(clip=0.5), data={"workers": 2})
 
-`lockstep.training.resolve` chooses the fields that are "auto", once the task and the plan are known.
+`lockstep.training.start.resolve` chooses the fields that are "auto", once the task and the plan are known.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def auto(default: Any, text: str, *, span: bool = False, tasks: str = "") -> Any:
-    """Define a field that `lockstep.training.resolve` chooses if it is "auto".
+    """Define a field that `lockstep.training.start.resolve` chooses if it is "auto".
 
     Args:
         default: marks "auto"; outside the field's bounds, or an AutoInt.

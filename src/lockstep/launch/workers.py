@@ -40,7 +40,7 @@ __all__ = [
 # The start of a command that can be forked.
 _MODULE = ("-m", "lockstep")
 # Modules that a run loads on demand.
-_LATER = ("lockstep.training.named_task",)
+_LATER = ("lockstep.training.start.named_task",)
 # Single bytes: the preloaded process is ready, and the forked one may begin.
 _READY = b"r"
 _BEGIN = b"b"

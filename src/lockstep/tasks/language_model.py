@@ -257,7 +257,7 @@ class CausalLM(LanguageModel):
         config: the model's shape; its vocabulary and context must cover the corpus's.
 
     Attributes:
-        defaults: set of defaults for the configuration; see `lockstep.training.defaults`.
+        defaults: set of defaults for the configuration; see `lockstep.training.start.defaults`.
 
     Raises:
         ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
@@ -397,7 +397,7 @@ class HubCausalLM(LanguageModel):
         quantization: of the model's linear layers; None: none.
 
     Attributes:
-        defaults: set of defaults for the configuration; see `lockstep.training.defaults`.
+        defaults: set of defaults for the configuration; see `lockstep.training.start.defaults`.
 
     Raises:
         ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it

@@ -43,17 +43,17 @@ from lockstep.task import Task, as_task, user_task
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
-from lockstep.training.agreement import make_dataset
-from lockstep.training.build import notify
-from lockstep.training.build_engine import build_model
-from lockstep.training.defaults import all_devices_fast
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
-from lockstep.training.named_task import load_task, make_task, replace_data
-from lockstep.training.resolve import StartFacts, draft_of
-from lockstep.training.resume import load_weights, select_checkpoint
-from lockstep.training.run_dir import RunFolder, read_sources
-from lockstep.training.task_check import restore_findings
-from lockstep.training.trainable import base_tensor_names, load_with_adapters
+from lockstep.training.start.agreement import make_dataset
+from lockstep.training.start.build_engine import build_model
+from lockstep.training.start.defaults import all_devices_fast
+from lockstep.training.start.lora_base import base_tensor_names, load_with_adapters
+from lockstep.training.start.named_task import load_task, make_task, replace_data
+from lockstep.training.start.resolve import StartFacts, draft_of
+from lockstep.training.start.weights import load_model, select_checkpoint
+from lockstep.training.state.parts import notify
+from lockstep.training.state.run_dir import RunFolder, read_sources
+from lockstep.training.trial.task_check import restore_findings
 from lockstep.transforms.determinism import check_precision, pin
 from lockstep.transforms.precision import PARAMETERS, is_fast, parameters_in, task_in_precision
 
@@ -182,7 +182,7 @@ def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, wor
     restore_findings(task, state)
     model = build_model(config, task, world, dataclasses.replace(state), notify(world), note=lambda line: None)
     without = base_tensor_names(model, state)
-    on_all_ranks(world, lambda: _load_weights(source, model, task, without, request.ema))
+    on_all_ranks(world, lambda: _load_model(source, model, task, without, request.ema))
     return LoadedRun(config, world, task, model, state.global_step)
 
 
@@ -216,11 +216,11 @@ def _make_task(
     return task
 
 
-def _load_weights(source: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
+def _load_model(source: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
     """Load the checkpoint `source` into model and task, except the tensors named in `without`."""
     tensors = task.state_dict()
     try:
-        load_weights(source, model, tensors, without=without, ema=ema)
+        load_model(source, model, tensors, without=without, ema=ema)
     except CheckpointError as error:
         raise CheckpointError(
             f"the task {type(user_task(task)).__name__} does not fit the checkpoint: {error}"
@@ -478,7 +478,7 @@ def load(
         if state.lora:
             load_with_adapters(model, state.lora)
         _convert_as_stored(model, source, state)
-        load_weights(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
+        load_model(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
         return model.eval()
 
 

@@ -18,7 +18,7 @@ from lockstep.config.fields import is_url
 from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError
 from lockstep.files import bytes_text
-from lockstep.training.run_dir import RunFolder, describe_owner, has_ended
+from lockstep.training.state.run_dir import RunFolder, describe_owner, has_ended
 
 __all__ = [
     "prune",

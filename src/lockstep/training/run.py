@@ -28,7 +28,7 @@ from lockstep.distributed import failures
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.records import VERDICT_FILE, Best, EvaluationRecord, Step, check_log, float_of
-from lockstep.training.session import Session
+from lockstep.training.state.status import RunSpec, RunStatus
 from lockstep.training.trainer import Training, run_training
 
 __all__ = [
@@ -84,7 +84,8 @@ class Run:
     """
 
     def __init__(self, config: Config, task: Any = None, world: World | None = None, *, _min_steps: int = 0) -> None:
-        self._session = Session(config, task, world, min_steps=_min_steps)
+        self._spec = RunSpec(config, task, world, _min_steps)
+        self._status = RunStatus.of(self._spec)
         self._steps: Training | None = None
 
     def __enter__(self) -> Self:
@@ -96,11 +97,11 @@ class Run:
             UsageError: the configuration cannot be run; nothing was written.
             LockstepError: the run failed.
         """
-        if self._steps is not None or self._session.status != "new":
+        if self._steps is not None or self._status.name != "new":
             raise UsageError(f"this run is {self.status}: to resume it, make another Run with the same config")
-        steps = run_training(self._session)
+        steps = run_training(self._spec, self._status)
         # A caller that passes a world keeps track of its own runs.
-        if self._session.caller_world is None:
+        if self._spec.world is None:
             _end_earlier_run(weakref.ref(steps))
         self._steps = steps
         next(steps)
@@ -128,11 +129,11 @@ class Run:
         steps = self._steps
         self._steps = None
         assert steps is not None
-        return _yield_steps(steps, self._session)
+        return _yield_steps(steps, self._status)
 
     def __call__(self) -> Result:
         """Train to the end. Raises as the loop does."""
-        self._session.has_body = False
+        self._status.has_body = False
         for _ in self:
             pass
         return self.result
@@ -145,20 +146,20 @@ class Run:
         Raises:
             UsageError: a name belongs to the run's own records, or a value is not a number; nothing was written.
         """
-        current = self._session.current_step
-        step = self._session.global_step
+        current = self._status.current_step
+        step = self._status.global_step
         values = check_log(values, current.record.numbers if current else ())
-        if self._session.is_main:
+        if self._status.ranks.is_main:
             # Waits for the device if a value is a tensor.
             numbers = {name: float_of(value) for name, value in values.items()}
-            self._session.sinks.log({"global_step": step, **numbers})
+            self._status.outputs.sinks.log({"global_step": step, **numbers})
 
     def stop(self) -> None:
         """Save and end the run after the current step.
 
         If only some ranks call it in that step's body, all end together a few steps later, after the next exchange.
         """
-        self._session.wants_stop = True
+        self._status.wants_stop = True
 
     def abandon(self) -> None:
         """End the run in the current step without saving it.
@@ -171,7 +172,7 @@ class Run:
         """
         if self.status != "running":
             raise UsageError(f"this run is {self.status}: there is nothing to abandon")
-        self._session.abandoned = True
+        self._status.abandoned = True
 
     def keep(self, name: str, what: Any) -> None:
         """Store your own object (an average of the weights, a queue) in the run's checkpoints.
@@ -187,31 +188,32 @@ class Run:
             UsageError: the call is too late, or the object has no such methods.
             CheckpointError: the checkpoint to resume from has no such state.
         """
-        built = self._session.built
-        if built is None or self._session.current_step is not None:
+        built = self._status.built
+        if built is None or self._status.current_step is not None:
             raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
         built.keep(name, what)
         tensors = built.object_tensors(name)
-        if built.source is None:
-            self._session.copy_initial_tensors(tensors)
+        if built.setup.source is None:
+            survives_loss = self._status.ranks.member is not None
+            self._status.inputs.copy_tensors(tensors, survives_loss=survives_loss)
         else:
-            checkpoint.load(built.source, tensors, built.world, verified=True)  # collective
+            checkpoint.load(built.setup.source, tensors, built.world, verified=True)  # collective
             built.load_state_dict(tensors)
 
     @property
     def status(self) -> str:
         """The status of `Result`; before the end "new" or "running", after an error "failed"."""
-        return self._session.status
+        return self._status.name
 
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, the only one that should print."""
-        return self._session.is_main
+        return self._status.ranks.is_main
 
     @property
     def best(self) -> Best | None:
         """The best evaluation so far by `--best-metric`; None before the first."""
-        return self._session.best
+        return self._status.best
 
     @property
     def model(self) -> nn.Module:
@@ -220,25 +222,26 @@ class Run:
         Raises:
             UsageError: the run has not started.
         """
-        if self._session.model is None:
+        if self._status.model is None:
             raise UsageError("the run has not started, so it has no model: read run.model after `with Run(...) as run`")
-        return self._session.model
+        return self._status.model
 
     @property
     def result(self) -> Result:
         """The result of a run that has ended. Raises UsageError before the end."""
-        session = self._session
-        if session.status in ("new", "running", "failed"):
-            raise UsageError(f"the run is {session.status}, so it has no result yet")
-        folder = Path(session.config.local_dir).expanduser() / session.config.experiment_name
+        status = self._status
+        if status.name in ("new", "running", "failed"):
+            raise UsageError(f"the run is {status.name}, so it has no result yet")
+        config = status.inputs.config
+        folder = Path(config.local_dir).expanduser() / config.experiment_name
         return Result(
-            session.status,
-            session.global_step,
-            session.evaluation,
-            session.best,
+            status.name,
+            status.global_step,
+            status.evaluation,
+            status.best,
             folder,
-            session.exit_code,
-            session.is_main,
+            status.exit_code,
+            status.ranks.is_main,
         )
 
 
@@ -253,13 +256,13 @@ def train(config: Config, task: Any = None, world: World | None = None) -> Resul
     return Run(config, task, world)()
 
 
-def _yield_steps(steps: Training, session: Session) -> Iterator[Step]:
+def _yield_steps(steps: Training, status: RunStatus) -> Iterator[Step]:
     """Yield the steps until the run ends or is abandoned, and close it."""
     try:
-        for step in () if session.abandoned else steps:
+        for step in () if status.abandoned else steps:
             if step is not None:
                 yield step
-            if session.abandoned:
+            if status.abandoned:
                 break
     finally:
         steps.close()

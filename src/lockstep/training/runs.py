@@ -24,7 +24,7 @@ from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import each, plain, tail
 from lockstep.run_state import RunState
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
 
 __all__ = [
     "list_runs",

@@ -1,10 +1,7 @@
-"""Describe a run: the lines at its start, and the table of its parameter groups.
+"""Show the table of a run's parameter groups: `lockstep train --show-groups`.
 
-announce(built)
-show_groups(config)         # lockstep train --show-groups
+show_groups(config)
 """
-
-import logging
 
 from rich.console import Console
 from rich.table import Table
@@ -13,57 +10,14 @@ from torch.optim import Optimizer
 
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
-from lockstep.task import has_own
-from lockstep.training import resume
-from lockstep.training.agreement import log_ranks
-from lockstep.training.build import RunParts, build
-from lockstep.training.build_engine import build_optimizer
-from lockstep.training.defaults import (
-    describe_data,
-    describe_loss,
-    describe_optimizer,
-    describe_step,
-    plan_warnings,
-)
+from lockstep.training.start.build import build
+from lockstep.training.start.build_engine import build_optimizer
 
-__all__ = ["announce", "group_rows", "show_groups"]
+__all__ = [
+    "group_rows",
+    "show_groups",
+]
 
-
-_LOG = logging.getLogger("lockstep")
-
-
-def announce(built: RunParts) -> None:
-    """Log each rank's device, the size of a step, the optimizer and warnings."""
-    if built.world.is_main:
-        log_ranks(built.places)
-    if line := describe_data(built.run_plan, built.task.data_facts):
-        _LOG.info(line)
-    _LOG.info(describe_step(built.run_plan, built.world.size))
-    if line := describe_loss(built.run_plan, built.task):
-        _LOG.info(line)
-    for line in built.batches.describe():
-        _LOG.info(line)
-    if not has_own(built.task, "optimizer"):
-        _LOG.info(describe_optimizer(built.run_plan))
-    if built.config.checkpoint.mode == "none" and built.world.is_main:
-        _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
-    if built.remote:
-        if built.world.leads:
-            nodes = f"; each of {len(set(built.world.leads))} nodes has its own"
-        else:
-            nodes = ""
-        _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, nodes)
-    factor_now = built.lr_factor(built.start)
-    if factor_now is not None and (
-        line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)
-    ):
-        _LOG.info(line)
-    run = built.run_plan, built.model, built.task.data_facts, built.world.size
-    for line in plan_warnings(*run) if built.world.is_main else ():
-        _LOG.warning(line)
-
-
-# --- lockstep train --show-groups
 
 # Columns: a narrower table would cut names.
 _MIN_WIDTH = 120

@@ -1,6 +1,6 @@
 """Run a training: join the ranks, build, lock the folder, load, train, leave.
 
-    for step in run_training(session): ...      # None once all is ready, then a Step for each step
+    for step in run_training(spec, status): ...    # None once all is ready, then a Step for each step
 
 `_train_steps` trains, and has what follows each step, in order. `_build_and_train` builds again after each rollback;
 `_train_to_end` continues after a lost rank.
@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from lockstep.checkpoint.files import await_results
 from lockstep.checkpoint.store import list_steps
+from lockstep.config.schema import Config
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
@@ -35,40 +36,10 @@ from lockstep.logging.log import close_log, open_log
 from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
 from lockstep.report.page import write
-from lockstep.timeline import BODY, ENDING, RECOVERY, START, TRAINING
-from lockstep.training.build import BuildRequest, LockFacts, RunParts, build_together, notify, remote_run
-from lockstep.training.components import (
-    StepComponents,
-    after_first_step,
-    build_components,
-    finish_evaluation,
-    finish_run,
-    flush_steps,
-    iterate_steps,
-    leave_early,
-    make_number_reader,
-    prepare_recovery,
-    record_step,
-    save,
-    save_and_evaluate,
-)
-from lockstep.training.guards import name_and_memory, skips_file
-from lockstep.training.init_weights import check_init_from
-from lockstep.training.open_run import (
-    close_uploads,
-    count_restarts,
-    load_state,
-    lock_folder,
-    open_sinks,
-    open_uploads,
-    upload_rest,
-)
-from lockstep.training.out_of_memory import MicroBatchCut, cut_step, free_frames, record_size
-from lockstep.training.profiler import check_range
-from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
-from lockstep.training.recovery import (
-    Rebuild,
-    build_joiner,
+from lockstep.task import Task
+from lockstep.timeline import BODY, ENDING, RECOVERY, START, TRAINING, Timeline
+from lockstep.training.recovery.out_of_memory import cut_step, free_frames, record_size
+from lockstep.training.recovery.regroup import (
     explain_no_recovery,
     is_rank_loss,
     leave_to_build,
@@ -79,13 +50,34 @@ from lockstep.training.recovery import (
     regroup_to_build,
     run_digest,
 )
-from lockstep.training.resolve import with_micro_batch_size
-from lockstep.training.resume import FIXED
-from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import describe_best, out_of_patience
-from lockstep.training.session import HookContext, Session, update_best
-from lockstep.training.summary import announce
-from lockstep.training.trial_state import describe_unsaved
+from lockstep.training.start.build import BuildRequest, build_joiner, build_together, remote_run
+from lockstep.training.start.load import check_init_from, load_state
+from lockstep.training.start.open_run import announce, count_restarts, lock_folder, open_sinks
+from lockstep.training.start.resolve import with_micro_batch_size
+from lockstep.training.state.outputs import RunOutputs, close_uploads, open_uploads, upload_rest
+from lockstep.training.state.parts import LockFacts, RunParts, notify
+from lockstep.training.state.plan import FIXED
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.training.state.selection import describe_best, out_of_patience
+from lockstep.training.state.status import (
+    BuildInputs,
+    HookContext,
+    MicroBatchCut,
+    Rebuild,
+    RunSpec,
+    RunStatus,
+    update_best,
+)
+from lockstep.training.step.components import (
+    StepComponents,
+    build_components,
+    finish_evaluation,
+    make_number_reader,
+)
+from lockstep.training.step.guards import name_and_memory, skips_file
+from lockstep.training.step.profiler import check_range
+from lockstep.training.step.recorder import EXIT_INTERRUPTED, RunRecorder
+from lockstep.training.trial.trial_state import describe_unsaved
 
 __all__ = [
     "Training",
@@ -129,7 +121,7 @@ class CollectorFreeze:
 _LOG = logging.getLogger("lockstep")
 
 
-def _write_report(session: Session, built: RunParts, error: BaseException | None) -> None:
+def _write_report(status: RunStatus, built: RunParts, error: BaseException | None) -> None:
     """Write report.html into the folder of a run that has ended.
 
     Not after a signal: the run will continue, and must exit in time. Not if one of several ranks failed: the launcher
@@ -138,19 +130,19 @@ def _write_report(session: Session, built: RunParts, error: BaseException | None
     Args:
         error: the exception that ended the run; None: there was none.
     """
-    ended = session.status in ("finished", "stopped") and (error is None or isinstance(error, GeneratorExit))
-    failed = isinstance(error, Exception) and built.world.size == 1 and session.global_step > 0
+    ended = status.name in ("finished", "stopped") and (error is None or isinstance(error, GeneratorExit))
+    failed = isinstance(error, Exception) and built.world.size == 1 and status.global_step > 0
     if not (built.world.is_main and built.config.report and (ended or failed)):
         return
     try:
-        write([built.folder.path], built.folder.path / "report.html")
+        write([built.setup.folder.path], built.setup.folder.path / "report.html")
     except Exception as problem:
         _LOG.warning("report.html was not written: %s: %s", type(problem).__name__, str(problem).split("\n", 1)[0])
 
 
-def _describe_interrupt(session: Session) -> str:
+def _describe_interrupt(config: Config) -> str:
     """Describe what is saved of a run that Ctrl-C ended before it could save."""
-    folder = RunFolder(session.config.local_dir, session.config.experiment_name)
+    folder = RunFolder(config.local_dir, config.experiment_name)
     newest = max(list_steps(folder.path), default=0)
     if newest:
         return f"interrupted: the newest checkpoint is of step {newest}; to continue from it, run the same command"
@@ -159,7 +151,7 @@ def _describe_interrupt(session: Session) -> str:
 
 def _describe_no_steps(built: RunParts) -> str:
     """Describe why a restarted run has no steps to train, and how to continue it."""
-    path = built.folder.path
+    path = built.setup.folder.path
     total = built.run_plan.step_plan.steps
     if built.start < built.last_step:
         return (
@@ -180,7 +172,7 @@ def _describe_no_steps(built: RunParts) -> str:
 Training = Generator[Step | None, None, None]
 
 
-def run_training(session: Session) -> Training:
+def run_training(spec: RunSpec, status: RunStatus) -> Training:
     """Run a training from start to end.
 
     Closing the generator in the body of a step saves and ends the run, if all ranks do so in the same step. An
@@ -196,175 +188,169 @@ def run_training(session: Session) -> Training:
     """
     end_with_launcher()
     failures.note_interrupt(None)
-    session.timeline.begin()
-    session.member = register_member(session.caller_world)
-    joins = session.member is not None and session.member.is_new
-    if session.member and not joins:
-        session.member.report_start()
+    ranks = status.ranks
+    status.outputs.timeline.begin()
+    ranks.member = register_member(spec.world)
+    joins = ranks.member is not None and ranks.member.is_new
+    if ranks.member and not joins:
+        ranks.member.report_start()
     # The device check travels with the first exchange of the build (`_build_and_lock`).
     join = World.alone if joins else partial(World.join, check_devices=False)
     try:
         # If only this rank has left the loop, a later end of its process still counts as a loss.
-        with mark_running(stays=lambda: session.status == "failed"), translate_errors():
-            session.world = session.caller_world or join(session.config.device, session.config.timeout)
-            session.is_main = session.world.is_main and not joins
-            yield from _build_and_train(session)
+        with mark_running(stays=lambda: status.name == "failed"), translate_errors():
+            ranks.world = spec.world or join(spec.config.device, spec.config.timeout)
+            ranks.is_main = ranks.world.is_main and not joins
+            yield from _build_and_train(spec, status)
     except GeneratorExit as exit_request:
         # The frames of the generators hold the engine too.
         traceback.clear_frames(exit_request.__traceback__)
-        _free_parts(session)
+        _free_parts(status)
         die_with_launcher(False)
         # A Ctrl-C in the loop's body arrives here as GeneratorExit, and is reported later.
-        failures.note_interrupt(_describe_interrupt(session))
-        if session.member:
+        failures.note_interrupt(_describe_interrupt(status.inputs.config))
+        if ranks.member:
             # The launcher may have ended already.
             with suppress(RuntimeError):
-                session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
-        session.status = session.early_status if session.status == "running" else session.status
-        if session.caller_world is None and session.world:
-            if session.status == session.early_status:
-                session.world.leave()
+                ranks.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
+        status.name = status.early_name if status.name == "running" else status.name
+        if spec.world is None and ranks.world:
+            if status.name == status.early_name:
+                ranks.world.leave()
             else:
                 # The other ranks may never leave, so this one does not wait for them.
-                session.world.abandon()
+                ranks.world.abandon()
         raise
     except BaseException as error:
-        session.status = "failed"
+        status.name = "failed"
         # The second Ctrl-C, or one before the steps: nothing is saved after it.
         if isinstance(error, KeyboardInterrupt):
-            failures.note_interrupt(_describe_interrupt(session))
+            failures.note_interrupt(_describe_interrupt(status.inputs.config))
         else:
             failures.note(error)
-        if session.caller_world is None and session.world:
-            session.world.abandon()
+        if spec.world is None and ranks.world:
+            ranks.world.abandon()
         raise
-    _free_parts(session)
-    if session.caller_world is None and session.world:
-        session.world.leave()
-    if session.status == "interrupted":
+    _free_parts(status)
+    if spec.world is None and ranks.world:
+        ranks.world.leave()
+    if status.name == "interrupted":
         # The summary has the line already.
         failures.note_interrupt("")
-        end = "saved" if session.config.checkpoint.mode != "none" else "ended, and not saved,"
-        raise KeyboardInterrupt(f"{end} after step {session.global_step}")
+        end = "saved" if status.inputs.config.checkpoint.mode != "none" else "ended, and not saved,"
+        raise KeyboardInterrupt(f"{end} after step {status.global_step}")
 
 
-def _build_and_train(session: Session) -> Training:
+def _build_and_train(spec: RunSpec, status: RunStatus) -> Training:
     """Build the run and train; after a rollback do so again, as after a restart."""
-    if session.member and session.member.is_new:
-        yield from _join(session, session.member)
-    while session.status in ("new", "running"):
-        _free_parts(session)
+    ranks = status.ranks
+    if ranks.member and ranks.member.is_new:
+        yield from _join(spec, status, ranks.member)
+    while status.name in ("new", "running"):
+        _free_parts(status)
         # Free it before the next one is made.
-        session.model = None
-        world = session.world
+        status.model = None
+        world = ranks.world
         assert world is not None
         try:
             # The build's exchanges travel with those of the lock.
             with world.together():
-                built = _build_and_lock(session, world)
+                built = _build_and_lock(spec, status, world)
         except LockstepError as error:
             if error.smaller:
-                _take_smaller(session, world, error)
+                _take_smaller(status.inputs, world, error)
                 continue
-            if session.member is None or session.status == "new":
+            if ranks.member is None or status.name == "new":
                 raise
             if not (isinstance(error, PeerError) and is_rank_loss(error)):
                 raise
-            record_loss(session, error)
+            record_loss(ranks, error)
             # A rank failed during a rollback: build again with the others.
-            regroup_to_build(session, session.member)
+            regroup_to_build(ranks, ranks.member)
             continue
-        if _is_over(built):
+        if built.is_over:
             notify(world)(_describe_no_steps(built))
             if built.start >= built.run_plan.step_plan.steps:
-                session.status = "finished"
+                status.name = "finished"
             else:
-                session.status = "stopped"
+                status.name = "stopped"
             yield None
         else:
             with suppress(Rollback, Rebuild):
-                yield from _train_in_folder(session, built)
+                yield from _train_in_folder(status, built)
         del built
 
 
-def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
+def _take_smaller(inputs: BuildInputs, world: World, error: LockstepError) -> None:
     """Choose smaller micro-batches for the next build, the same on all ranks.
 
     The trial of a rank ran out of memory.
     """
     free_frames(error)
-    session.trial_cut = str(error)
-    notify(world)(session.trial_cut)
-    session.cut = FIXED
-    session.config = with_micro_batch_size(session.config, error.smaller)
+    inputs.trial_cut = str(error)
+    notify(world)(inputs.trial_cut)
+    inputs.cut = FIXED
+    inputs.config = with_micro_batch_size(inputs.config, error.smaller)
 
 
-def _build_and_lock(session: Session, world: World) -> RunParts:
+def _build_and_lock(spec: RunSpec, status: RunStatus, world: World) -> RunParts:
     """Build the run, and lock its folder. Collective.
 
     Of a run that is over it only loads the state.
 
     All errors that one rank alone may have are exchanged before anything is written.
     """
-    is_new = session.status == "new"
-    if is_new and session.caller_world is None:
+    inputs = status.inputs
+    is_new = status.name == "new"
+    if is_new and spec.world is None:
         world.defer_device_check()
     request = BuildRequest(
-        min_steps=session.min_steps,
-        cut=session.cut,
+        min_steps=spec.min_steps,
+        cut=inputs.cut,
         proves=is_new,
-        check_first=partial(_check_free, session) if is_new else lambda: None,
+        check_first=partial(_check_free, inputs.config, world) if is_new else lambda: None,
         check_last=_check_before_lock,
     )
     try:
         with explained(None, world), translate_errors():
-            built = build_together(session.config, session.caller_task, world, session.caller_objects, request)
+            built = build_together(inputs.config, spec.task, world, inputs.user_objects, request)
     except CheckpointError as error:
         if is_new:
             raise
         raise LockstepError(f"the rollback has no checkpoint to resume from: {error}") from error
-    if is_new and built.config.on_oom == "smaller" and built.config.micro_size < session.config.micro_batch_size:
+    if is_new and built.config.on_oom == "smaller" and built.config.micro_size < inputs.config.micro_batch_size:
         notify(world)(
-            f"--micro-batch-size {built.config.micro_size} in place of {session.config.micro_batch_size}: the run ran "
+            f"--micro-batch-size {built.config.micro_size} in place of {inputs.config.micro_batch_size}: the run ran "
             "out of memory before (micro-batch.json in its folder), or was started so"
         )
-    session.built = built
-    session.model = built.model
-    session.config = built.config
-    session.cut = built.run_plan.cut
-    session.global_step = built.start
-    session.is_main = world.is_main
-    if built.source is None and session.status == "running":
-        session.restore_initial_tensors(built)
-    elif built.source is None:
-        session.copy_initial_tensors(built.own_tensors)
-    update_best(session)
+    status.hold(built)
+    status.global_step = built.start
+    status.ranks.is_main = world.is_main
+    if built.setup.source is None and status.name == "running":
+        inputs.restore_tensors(built)
+    elif built.setup.source is None:
+        inputs.copy_tensors(built.own_tensors, survives_loss=status.ranks.member is not None)
+    update_best(status)
     # A run that is over only loads its state, to return the model and its last evaluation. It needs no lock.
-    if _is_over(built):
+    if built.is_over:
         load_state(built)  # collective
-        session.evaluation = _read_evaluation(built)  # collective
-        upload_rest(session, built)  # collective
+        status.evaluation = _read_evaluation(built.setup.folder, built.world)  # collective
+        upload_rest(status.outputs, built)  # collective
     else:
-        _lock(session, built)  # collective
+        _lock(status.outputs, built)  # collective
     return built
 
 
-def _is_over(built: RunParts) -> bool:
-    """Whether the run has no steps left to train, and no evaluation missing."""
-    ends = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
-    return ends and not built.state.evaluation_due
-
-
-def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
+def _read_evaluation(folder: RunFolder, world: World) -> EvaluationRecord | None:
     """Read the last evaluation of a run that is over; None without one. Collective."""
 
     def read() -> dict[str, Any]:
         with suppress(OSError):
-            records = tail(built.folder.metrics) if built.world.is_main else []
+            records = tail(folder.metrics) if world.is_main else []
             return next((record for record in reversed(records) if "evaluation/loss" in record), {})
         return {}
 
-    record = await_results(built.world, read)[0]  # collective
+    record = await_results(world, read)[0]  # collective
     if not record:
         return None
     prefix = "evaluation/"
@@ -381,13 +367,13 @@ def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
 
 def _check_before_lock(built: RunParts) -> None:
     """Check what is written and read once the folder is locked. Collective with --init-from."""
-    if not _is_over(built):
+    if not built.is_over:
         on_all_ranks(built.world, lambda: check_range(built))
         if built.config.init_from:
             check_init_from(built)  # collective
 
 
-def _lock(session: Session, built: RunParts) -> None:
+def _lock(outputs: RunOutputs, built: RunParts) -> None:
     """Start uploads, lock each local folder, and exchange what the first steps need. Collective.
 
     Raises:
@@ -399,129 +385,137 @@ def _lock(session: Session, built: RunParts) -> None:
         skipped: list[int] = []
         lock_folder(built)
         if built.world.is_main:
-            skipped = read_skips(skips_file(built), built.plan)
+            skipped = read_skips(skips_file(built.setup.folder), built.setup.plan)
         return [name_and_memory(built.world.device), skipped]
 
     try:
         # Collective with a URL: the store is checked before the folder is made.
-        open_uploads(session, built)
+        open_uploads(outputs, built)
         devices, skipped = zip(*await_results(built.world, lock), strict=True)  # collective
     except BaseException as error:
-        close_uploads(session, error)
-        built.folder.release()
+        close_uploads(outputs, error)
+        built.setup.folder.release()
         raise
     built.world.close_together()
     built.lock_facts = LockFacts(list(devices), skipped[0])
 
 
-def _check_free(session: Session) -> None:
+def _check_free(config: Config, world: World) -> None:
     """Refuse a locked folder, or a URL that cannot be written. On rank 0."""
-    if session.world and session.world.is_main:
-        RunFolder(session.config.local_dir, session.config.experiment_name).check_free()
-        if remote := remote_run(session.config):
+    if world.is_main:
+        RunFolder(config.local_dir, config.experiment_name).check_free()
+        if remote := remote_run(config):
             remote.check()
 
 
-def _join(session: Session, member: Member) -> Training:
+def _join(spec: RunSpec, status: RunStatus, member: Member) -> Training:
     """Replace a lost process: build alone, then join the others between two steps."""
-    assert session.world is not None
-    with explained(None, session.world), translate_errors():
-        built = build_joiner(session, session.world, member)
-    session.built = built
-    session.model = built.model
-    session.config = built.config
-    session.cut = built.run_plan.cut
-    session.status, session.digest = "running", run_digest(built)
-    session.copy_initial_tensors(built.own_tensors)
+    assert status.ranks.world is not None
+    with explained(None, status.ranks.world), translate_errors():
+        built = build_joiner(spec, status.inputs, status.ranks.world, member)
+    status.hold(built)
+    status.name = "running"
+    status.ranks.digest = run_digest(built)
+    status.inputs.copy_tensors(built.own_tensors, survives_loss=True)
     yield None
-    with suppress(Rollback, Rebuild), _close_at_end(session, built):
-        yield from _train_to_end(session, built)
+    with suppress(Rollback, Rebuild), _close_at_end(status, built):
+        yield from _train_to_end(status, built)
 
 
-def _train_to_end(session: Session, built: RunParts) -> Training:
+def _train_to_end(status: RunStatus, built: RunParts) -> Training:
     """Train to the end; after a lost rank continue with the others."""
+    ranks = status.ranks
     report = _report_nothing
-    if session.member and not session.member.is_new:
-        session.digest, obstacle = run_digest(built), explain_no_recovery(built)
-        report = partial(session.member.report_ready, obstacle, built.config.experiment_name, ranks_per_replica(built))
-        session.member = None if obstacle else session.member
+    if ranks.member and not ranks.member.is_new:
+        ranks.digest = run_digest(built)
+        obstacle = explain_no_recovery(built)
+        report = partial(
+            ranks.member.report_ready,
+            obstacle,
+            built.config.experiment_name,
+            ranks_per_replica(built.config, built.world),
+        )
+        ranks.member = None if obstacle else ranks.member
         die_with_launcher(not obstacle)
         if built.state.evaluation_due:
-            session.evaluated_step = -1
+            ranks.evaluated_step = -1
         else:
-            session.evaluated_step = built.start
-    if session.member is None:
-        yield from _train_steps(session, built, report)
+            ranks.evaluated_step = built.start
+    if ranks.member is None:
+        yield from _train_steps(status, built, report)
         return
-    with Preemption(session.pending_stop):
+    with Preemption(ranks.pending_stop):
         while True:
             try:
-                if not session.member.is_new:
+                if not ranks.member.is_new:
                     # The groups that are made before the steps may fail too.
                     with translate_errors():
-                        yield from _train_steps(session, built, report)
+                        yield from _train_steps(status, built, report)
                     return
             except Rebuild as error:
                 # This rank needs smaller micro-batches.
-                session.timeline.enter(RECOVERY)
-                leave_to_build(session, built, session.member, error)
+                status.outputs.timeline.enter(RECOVERY)
+                leave_to_build(status, built, ranks.member, error)
                 raise
             except PeerError as error:
                 if not is_rank_loss(error):
                     raise
-                record_loss(session, error)
-                session.timeline.enter(RECOVERY)
+                record_loss(ranks, error, built.exchange)
+                status.outputs.timeline.enter(RECOVERY)
             # From now on the run survives the failure of this process too.
-            if session.member.is_new:
-                session.member.report_ready("", built.config.experiment_name, ranks_per_replica(built))
+            if ranks.member.is_new:
+                ranks.member.report_ready(
+                    "", built.config.experiment_name, ranks_per_replica(built.config, built.world)
+                )
                 die_with_launcher(True)
-            regroup(session, built, session.member)
-            _record_regroup(session, built)
+            regroup(status, built, ranks.member)
+            _record_regroup(status.outputs.timeline, built)
 
 
 def _report_nothing() -> None:
     """Replace the report to the launcher, if there is none or it was made."""
 
 
-def _free_parts(session: Session) -> None:
+def _free_parts(status: RunStatus) -> None:
     """Free engine and groups before new ones are made, or before `World.leave`."""
-    session.built = session.current_step = session.reader = session.exchange = session.saver = None
-    session.sinks = Sinks([])
+    status.built = status.current_step = status.reader = None
+    status.outputs.sinks = Sinks([])
     # Hooks form cycles with the model, which only a collection frees.
     gc.collect()
 
 
-def _train_in_folder(session: Session, built: RunParts) -> Training:
+def _train_in_folder(status: RunStatus, built: RunParts) -> Training:
     """Open log and sinks in the locked folder, load the state, and train."""
     world = built.world
-    with _close_at_end(session, built):
+    outputs = status.outputs
+    with _close_at_end(status, built):
         with world.together():  # collective
-            open_log(built.folder.path, world.rank)
-            if built.folder.dead_owner:
-                _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
+            open_log(built.setup.folder.path, world.rank)
+            if built.setup.folder.dead_owner:
+                _LOG.warning("cleared the lock of %s, which ended without releasing it", built.setup.folder.dead_owner)
             count_restarts(built.state)
             # The checkpoint of a rollback may be older than these failures.
-            if session.losses:
-                built.state.losses = max(built.state.losses or 0, session.losses)
+            if status.ranks.losses:
+                built.state.losses = max(built.state.losses or 0, status.ranks.losses)
             announce(built)
-            for line in built.notes:
+            for line in built.setup.notes:
                 _LOG.info("%s", line, extra={"only_file": True})
             _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
             if world.is_main:
-                session.sinks = open_sinks(built)
-                session.timeline.open(built.folder.timeline, built.start, world.size)
-                record_size(session, built)
+                outputs.sinks = open_sinks(built)
+                outputs.timeline.open(built.setup.folder.timeline, built.start, world.size)
+                record_size(status.inputs, outputs.sinks, built)
             load_state(built)  # collective
-            if built.source is None:
+            if built.setup.source is None:
                 # `load_state` ended with a gather, so nothing is deferred.
                 world.close_together()
-        if session.status == "new":
-            session.status = "running"
-            session.timeline.enter(BODY)
+        if status.name == "new":
+            status.name = "running"
+            outputs.timeline.enter(BODY)
             yield None
-            session.timeline.enter(START)
+            outputs.timeline.enter(START)
             _tell_unsaved(built)
-        yield from _train_to_end(session, built)
+        yield from _train_to_end(status, built)
 
 
 def _tell_unsaved(built: RunParts) -> None:
@@ -530,52 +524,54 @@ def _tell_unsaved(built: RunParts) -> None:
         names = built.state.unsaved
     else:
         names = None
-    line = describe_unsaved(names or (), built.task, built.user_objects.values(), resumes=built.source is not None)
+    line = describe_unsaved(
+        names or (), built.task, built.user_objects.values(), resumes=built.setup.source is not None
+    )
     if line and built.world.is_main:
         _LOG.warning("%s", line)
 
 
 @contextmanager
-def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
+def _close_at_end(status: RunStatus, built: RunParts) -> Iterator[None]:
     """Close sinks, log and folder at the end, and record any error in them."""
     reason: BaseException | None = None
     try:
         yield
     except BaseException as error:
         reason = error
-        session.sinks.close(None)
+        status.outputs.sinks.close(None)
         if isinstance(error, Rollback | Rebuild):
             _LOG.warning("%s", error)
         else:
-            _tell_hooks(built, error)
-            _write_exit(session, built, error)
+            _tell_hooks(built.task, error)
+            _write_exit(status, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Rebuild):
             is_one_line = isinstance(error, LockstepError) and error.__cause__ is None
             # Whoever catches the error prints it, so here only the log file gets it.
             _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra={"only_file": True})
             failures.add_place(error)
-            failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
+            failures.note_log(built.setup.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
-        session.timeline.close(_end_status(session, reason))
+        status.outputs.timeline.close(_end_status(status, reason))
         if not isinstance(reason, Rollback | Rebuild):
-            _write_report(session, built, reason)
-            close_uploads(session, reason)
+            _write_report(status, built, reason)
+            close_uploads(status.outputs, reason)
         close_log()
-        built.folder.release()
+        built.setup.folder.release()
 
 
-def _tell_hooks(built: RunParts, error: BaseException) -> None:
+def _tell_hooks(task: Task, error: BaseException) -> None:
     """Pass the run's error to the task's hooks; their own errors are only logged."""
-    if not built.task.hooks or isinstance(error, GeneratorExit):
+    if not task.hooks or isinstance(error, GeneratorExit):
         return
     try:
-        built.task.hooks.after_failure(error)
+        task.hooks.after_failure(error)
     except Exception:
         _LOG.exception("a hook failed while the run ended with %s", type(error).__name__)
 
 
-def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) -> Training:
+def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None]) -> Training:
     """Train; after each step record, check, evaluate, run the loop's body and save.
 
     Args:
@@ -584,57 +580,56 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
     # A save moves `built.start`, so keep its value.
     start_step = built.start
     world = built.world
-    ongoing = build_components(session, built)
+    ranks = status.ranks
+    ongoing = build_components(status, built)
     report()
-    timeline = session.timeline
+    timeline = status.outputs.timeline
     exchange = ongoing.exchange
     recorder = ongoing.recorder
-    watchdog = HangWatchdog(world, exchange, built.folder.path, failures.report, session.member)
+    watchdog = HangWatchdog(world, exchange, built.setup.folder.path, failures.report, ranks.member)
     signals = Preemption(exchange)
-    handover = prepare_recovery(ongoing)
+    handover = ongoing.prepare_recovery()
     loading = closing(ongoing.step_loader)
     auditing = closing(ongoing.guards.audit)
-    profiler = ongoing.profiling
+    profiler = ongoing.profiler
     garbage = CollectorFreeze()
     explaining = explained(built.engine, world)
     typing = translate_errors()
-    cutting = cut_step(session, built, ongoing)
+    cutting = cut_step(ranks, built, exchange, ongoing.save)
     with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
         # A signal may have arrived while the ranks changed.
-        exchange.stop(session.pending_stop.request)
-        session.pending_stop.request = CONTINUE
+        exchange.stop(ranks.pending_stop.request)
+        ranks.pending_stop.request = CONTINUE
         heartbeats = watchdog.connect()
-        session.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(session.member))
+        status.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(ranks.member))
         hooks = built.task.hooks
         stop_request = CONTINUE
         # Hooks read and store their own part of the run's state.
-        context = HookContext(session, built) if hooks else None
+        context = HookContext(status, built) if hooks else None
         if hooks and context:
             hooks.before_run(context, start_step)
-        _catch_up(session, built, recorder, start_step)
+        _catch_up(status, built, recorder, start_step)
         is_over = out_of_patience(built.config, built.state.selection)
         timeline.enter(TRAINING)
         records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         profiler.after(start_step)
-        for record in () if is_over else iterate_steps(ongoing, built, records):
+        for record in () if is_over else ongoing.iterate(records):
             # REGROUP lets a new process join; it does not stop the run.
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
             is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
-            step = Step(record, ongoing.epochs, record.rate, session.read_numbers)
-            saves, loss = _follow_up(
-                session, built, ongoing, context, step, is_first=record.step == start_step, ends=is_last
-            )
+            step = Step(record, ongoing.epochs, record.rate, status.read_numbers)
+            saves, loss = _follow_up(status, ongoing, context, step, is_first=record.step == start_step, ends=is_last)
             if record.step == start_step:
                 garbage.freeze()
-            if session.has_body:
+            if status.has_body:
                 timeline.enter(BODY)
             exchange.progress.at(record.step, IN_BODY)
             try:
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
-                leave_early(session, ongoing, heartbeats, signals.ends_now)
+                ongoing.leave_early(status, heartbeats, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
@@ -642,25 +637,24 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
             if loss:
                 raise loss
             if saves:
-                save(ongoing, step.global_step, final=is_last)
+                ongoing.save(step.global_step, final=is_last)
                 # A save may take longer than a step: mark progress for the watchdog.
                 exchange.progress.at(record.step, COMPUTING)
             # Collective, if a trace ends.
             if spent := profiler.after(step.global_step):
                 ongoing.meter.pause(spent)
-            if is_last or _ends_early(session, built, ongoing, step, heartbeats):
+            if is_last or _ends_early(status, ongoing, step, heartbeats):
                 break
             # All ranks agreed in the same step: leave it as after a failure, with the saves complete.
             if regroups:
-                flush_steps(ongoing)
+                ongoing.flush()
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to join the run")
-        _finish(session, built, ongoing, context, stop_request)
+        _finish(status, ongoing, context, stop_request)
 
 
 def _follow_up(
-    session: Session,
-    built: RunParts,
+    status: RunStatus,
     ongoing: StepComponents,
     context: HookContext | None,
     step: Step,
@@ -675,80 +669,79 @@ def _follow_up(
         body runs before the others continue without that rank.
     """
     try:
-        session.regroup_tries = 0
-        record_step(session, ongoing, step)
-        session.timeline.at(step.global_step)
+        status.ranks.regroup_tries = 0
+        ongoing.record(status, step)
+        status.outputs.timeline.at(step.global_step)
         if is_first:
-            after_first_step(built, ongoing)  # collective
-        saves = save_and_evaluate(session, built, ongoing, step, ends)
-        if built.task.hooks and context:
-            saves = built.task.hooks.after_step(context, step.global_step) or saves
+            ongoing.after_first_step()  # collective
+        saves = ongoing.save_and_evaluate(status, step, ends)
+        hooks = ongoing.built.task.hooks
+        if hooks and context:
+            saves = hooks.after_step(context, step.global_step) or saves
     except PeerError as error:
-        if session.member and session.has_body and is_rank_loss(error):
+        if status.ranks.member and status.has_body and is_rank_loss(error):
             return False, error
         raise
     return saves, None
 
 
-def _catch_up(session: Session, built: RunParts, recorder: RunRecorder, done: int) -> None:
+def _catch_up(status: RunStatus, built: RunParts, recorder: RunRecorder, done: int) -> None:
     """Make up for the evaluation and the save that step `done` lacks. Collective."""
     if built.state.evaluation_due:
         built.state.evaluation_due = False
-        session.evaluation = recorder.evaluate(done)
-        finish_evaluation(session, built, done)
-        update_best(session)
-    if session.save_due:
-        session.save_due = False
+        status.evaluation = recorder.evaluate(done)
+        finish_evaluation(status, built, done)
+        update_best(status)
+    if status.save_due:
+        status.save_due = False
         recorder.save(done)
 
 
-def _finish(
-    session: Session, built: RunParts, ongoing: StepComponents, context: HookContext | None, stop_request: int
-) -> None:
+def _finish(status: RunStatus, ongoing: StepComponents, context: HookContext | None, stop_request: int) -> None:
     """End profile, hooks, membership and saves, and write the summary. Collective."""
+    built = ongoing.built
     recorder = ongoing.recorder
-    session.timeline.enter(ENDING)
+    status.outputs.timeline.enter(ENDING)
     # Collective, if a trace is in progress.
-    ongoing.profiling.end()
+    ongoing.profiler.end()
     if built.task.hooks and context:
         built.task.hooks.after_run(context, recorder.saved_step)
-    if session.member:
-        session.member.report_end()
+    if status.ranks.member:
+        status.ranks.member.report_end()
         die_with_launcher(False)
     recorder.finish()  # collective
-    session.status, session.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
-    recorder.close(session.exit_code)
+    status.name, status.exit_code = ongoing.finish_run(stop_request, recorder.saved_step, recorder.lost_ranks)
+    recorder.close(status.exit_code)
     built.end_training()
 
 
-def _ends_early(
-    session: Session, built: RunParts, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
-) -> bool:
+def _ends_early(status: RunStatus, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
+    built = ongoing.built
     # Evaluations and limits are the same on every rank, so all of them end here.
     if step.evaluation and out_of_patience(built.config, built.state.selection):
-        save(ongoing, step.global_step, final=True)
+        ongoing.save(step.global_step, final=True)
         return True
-    if session.wants_stop:
-        session.wants_stop = False
+    if status.wants_stop:
+        status.wants_stop = False
         world = built.world
         if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
-            save(ongoing, step.global_step, final=True)
+            ongoing.save(step.global_step, final=True)
             return True
         # Not all ranks asked to stop: all stop together after the next exchange.
         ongoing.exchange.stop(STOP)
     return False
 
 
-def _record_regroup(session: Session, built: RunParts) -> None:
+def _record_regroup(timeline: Timeline, built: RunParts) -> None:
     """Record new groups in the timeline; a new rank 0 opens the file."""
-    if built.world.is_main and not session.timeline.is_open:
-        session.timeline.open(built.folder.timeline, built.start, built.world.size, recovered=True)
+    if built.world.is_main and not timeline.is_open:
+        timeline.open(built.setup.folder.timeline, built.start, built.world.size, recovered=True)
     else:
-        session.timeline.regrouped(built.start, built.world.size)
+        timeline.regrouped(built.start, built.world.size)
 
 
-def _end_status(session: Session, reason: BaseException | None) -> str:
+def _end_status(status: RunStatus, reason: BaseException | None) -> str:
     """Return how this start of the run ended, for the timeline.
 
     Args:
@@ -763,26 +756,26 @@ def _end_status(session: Session, reason: BaseException | None) -> str:
     if isinstance(reason, KeyboardInterrupt):
         return "interrupted"
     if reason is None or isinstance(reason, GeneratorExit):
-        return session.status
+        return status.name
     return "failed"
 
 
-def _write_exit(session: Session, built: RunParts, error: BaseException) -> None:
+def _write_exit(status: RunStatus, built: RunParts, error: BaseException) -> None:
     """Record the end of a run that failed, or that its caller left early."""
     if not built.world.is_main:
         return
     code = 1
-    status = "failed"
+    name = "failed"
     # The second Ctrl-C, or one before the steps.
     if isinstance(error, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
-        status = "interrupted"
-    elif isinstance(error, GeneratorExit) and session.status != "failed":
+        name = "interrupted"
+    elif isinstance(error, GeneratorExit) and status.name != "failed":
         code = 0
-        if session.status == "running":
-            status = session.early_status
+        if status.name == "running":
+            name = status.early_name
         else:
-            status = session.status
+            name = status.name
     # The disk may be full, and that may be the error itself.
     with suppress(OSError, StorageError):
-        built.folder.write_end(code, built.state.global_step, status)
+        built.setup.folder.write_end(code, built.state.global_step, name)

@@ -14,7 +14,7 @@ from lockstep.config.schema import Config
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
-from lockstep.training import run_dir
+from lockstep.training.state import run_dir
 from lockstep.verify.compare import Traces, first_difference
 from lockstep.verify.recorder import TENSORS
 from lockstep.verify.request import Difference, TableRow, VerifyRequest

@@ -28,7 +28,7 @@ from lockstep.distributed import spawn
 from lockstep.distributed.spawn import RankFailure
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
-from lockstep.training.named_task import load_task
+from lockstep.training.start.named_task import load_task
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
 from lockstep.verify.faults import fault

@@ -30,13 +30,14 @@ from lockstep.loop import StepControl, seeder, steps
 from lockstep.passes import loss_of
 from lockstep.records import StepRecord
 from lockstep.task import Task, as_task, has_step_loss, items_of_a_sample
-from lockstep.training.build import BuildRequest, RunParts, build_together
-from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
-from lockstep.training.named_task import make_task
-from lockstep.training.resume import FIXED
-from lockstep.training.sharing import shares_for
-from lockstep.training.trial_state import marks_of, preserve_state, unsaved_marks
+from lockstep.training.start.build import BuildRequest, build_together
+from lockstep.training.start.named_task import make_task
+from lockstep.training.start.sharing import shares_for
+from lockstep.training.state.parts import RunParts
+from lockstep.training.state.plan import FIXED
+from lockstep.training.trial.compilation import choose_kernels
+from lockstep.training.trial.trial_state import marks_of, preserve_state, unsaved_marks
 from lockstep.verify.operations import OperationLog
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
@@ -110,10 +111,10 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
     for begin, end in zip([0, *ends], ends, strict=False):
         context = FaultContext(world, request.config, request.fault_step, begin)
         built = _build(spec, world, context, spec.key)
-        if built.source:
+        if built.setup.source:
             tensors = built.tensors()
             # All ranks read the checkpoint that they wrote together.
-            checkpoint.load(built.source, tensors, world)  # collective
+            checkpoint.load(built.setup.source, tensors, world)  # collective
             built.load_state_dict(tensors)
             del tensors
         context.model, context.step_loader = built.model, built.batches.from_step(built.start)
@@ -139,10 +140,10 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
             # All ranks, and only for a stream: where its readers are.
             stream = built.batches.stream_state(end, world)  # collective
             state = dataclasses.replace(
-                built.state, place=position, plan=built.plan, world_size=world.size, stream=stream
+                built.state, place=position, plan=built.setup.plan, world_size=world.size, stream=stream
             )
             # All ranks write their shards.
-            checkpoint.save(built.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
+            checkpoint.save(built.setup.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
         elif built.evaluation:
             sets = {}
             for name, batches in built.evaluation.items():

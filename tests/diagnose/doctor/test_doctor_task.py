@@ -18,8 +18,8 @@ from lockstep.diagnose.doctor.workers import rate_of_growth
 from lockstep.engines import ddp
 from lockstep.errors import DataError
 from lockstep.task import Task
-from lockstep.training import loss_check
-from lockstep.training.defaults import explain_device_error, find_misplaced
+from lockstep.training.trial import loss_check
+from lockstep.training.trial.misplaced import explain_device_error, find_misplaced
 
 FILE = """
 import torch, lockstep

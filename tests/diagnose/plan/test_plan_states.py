@@ -27,7 +27,7 @@ from lockstep.engines.exact import held_at_most
 from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import build_model, build_optimizer
+from lockstep.training.start.build_engine import build_model, build_optimizer
 
 CPU = device_of("cpu")
 

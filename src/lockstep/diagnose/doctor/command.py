@@ -24,7 +24,7 @@ from lockstep.distributed import failures
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import bytes_text
-from lockstep.training.guards import format_ranges
+from lockstep.training.step.guards import format_ranges
 
 __all__ = [
     "as_json",

@@ -21,8 +21,8 @@ from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding,
 from lockstep.distributed.cpus import node_cores
 from lockstep.distributed.launcher import address_of
 from lockstep.distributed.starters import find_launch_mistake
-from lockstep.training.guards import describe_unequal_devices, name_and_memory
-from lockstep.training.run_dir import split_environment
+from lockstep.training.state.run_dir import split_environment
+from lockstep.training.step.guards import describe_unequal_devices, name_and_memory
 
 __all__ = [
     "judge_settings",

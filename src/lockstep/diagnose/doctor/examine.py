@@ -22,7 +22,7 @@ from lockstep.diagnose.doctor.finding import FAIL, OK, SKIP, WARN, Check, CheckC
 from lockstep.diagnose.doctor.group import Met, meet, surplus
 from lockstep.diagnose.doctor.machine import within
 from lockstep.errors import LockstepError
-from lockstep.training.guards import format_ranges
+from lockstep.training.step.guards import format_ranges
 
 __all__ = [
     "DoctorReport",

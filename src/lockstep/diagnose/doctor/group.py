@@ -23,7 +23,7 @@ from lockstep.distributed.launcher import ROUND_VARIABLE
 from lockstep.distributed.world import World, meeting_point, meeting_store
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text
-from lockstep.training.guards import format_ranges
+from lockstep.training.step.guards import format_ranges
 
 __all__ = [
     "Met",

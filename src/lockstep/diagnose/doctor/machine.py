@@ -28,7 +28,7 @@ from lockstep.diagnose.doctor.finding import OK, Check, CheckContext, CheckResul
 from lockstep.distributed.cpus import cgroup_folders, cpu_quota, node_cores
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
-from lockstep.training.run_dir import RunFolder
+from lockstep.training.state.run_dir import RunFolder
 
 __all__ = [
     "STUCK",

@@ -28,8 +28,9 @@ from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.passes import LossWeights
-from lockstep.training.build import RunParts, build
-from lockstep.training.defaults import MisplacedTensor, find_misplaced
+from lockstep.training.start.build import build
+from lockstep.training.state.parts import RunParts
+from lockstep.training.trial.misplaced import MisplacedTensor, find_misplaced
 
 __all__ = [
     "judge_task",
@@ -75,7 +76,7 @@ def task(place: CheckContext) -> CheckResult:
         built = build(dataclasses.replace(config, compile=False), module, place.world, resume=False)
         # The weights and AdamW's two moments.
         size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())
-        on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
+        on_all_ranks(place.world, lambda: built.setup.folder.check_writable(size) if place.rank == 0 else None)
         return _train_steps(built)
     except LockstepError as error:
         # The rank with the error reports it.
@@ -129,7 +130,7 @@ def _train_steps(built: RunParts) -> CheckResult:
         "loading": statistics.median(loading[1:] or loading),
         "computing": statistics.median(computing[1:] or computing),
         "workers": built.config.data.workers,
-        "dataset": type(getattr(built.training.dataset, "inner", built.training.dataset)).__name__,
+        "dataset": type(getattr(built.setup.training.dataset, "inner", built.setup.training.dataset)).__name__,
         "growth": memory_growth(built.batches) if _has_workers(built) else 0.0,
         "steps": len(loading),
     }
@@ -141,7 +142,7 @@ def _has_workers(built: RunParts) -> bool:
 
     A stream is read in step with the other ranks.
     """
-    return bool(built.config.data.workers) and built.training.order is not None
+    return bool(built.config.data.workers) and built.setup.training.order is not None
 
 
 def _step(built: RunParts, step: int, micro: list[Any], items: float) -> None:

@@ -28,7 +28,7 @@ from lockstep.engines.exact import check_servable, held_at_most
 from lockstep.engines.registry import engine_class, name_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import describe_value
-from lockstep.training.resolve import Facts, resolve
+from lockstep.training.start.resolve import Facts, resolve
 
 __all__ = [
     "MemoryEstimate",

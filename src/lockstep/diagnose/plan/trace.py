@@ -40,7 +40,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
 from lockstep.run_state import RunState
 from lockstep.task import has_own
-from lockstep.training.build_engine import build_model, build_optimizer
+from lockstep.training.start.build_engine import build_model, build_optimizer
 from lockstep.transforms.batchnorm import recorders
 from lockstep.transforms.precision import task_in_precision
 from lockstep.transforms.weight_copies import copies_of

@@ -28,7 +28,7 @@ from lockstep.clock import Clock, StepMarks, make_clock
 from lockstep.diagnose.profile.tracing import StepTrace, peak_memory
 from lockstep.timeline import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
 from lockstep.trace.events import find_rank
-from lockstep.training.run_dir import describe_process, write_description
+from lockstep.training.state.run_dir import describe_process, write_description
 
 __all__ = ["ScriptRecorder"]
 

@@ -1,8 +1,8 @@
 """Apply `fully_shard`: the mesh, the units, dtypes, offload and prefetch, in `shard`.
 
 `again` prepares a sharded model for a changed set of trained parameters. `leave_groups` and `shard` bring it from one
-set of ranks to another (see training/recovery.py). `UsageCheck` refuses, on older versions of torch, an exchange in
-which ranks used different parameters.
+set of ranks to another (see training/recovery/regroup.py). `UsageCheck` refuses, on older versions of torch, an
+exchange in which ranks used different parameters.
 """
 
 import os

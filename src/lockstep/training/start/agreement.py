@@ -1,0 +1,402 @@
+"""Check that all ranks start from the same folder, data and weights.
+
+    with ExitStack() as stack:
+        first = exchange_first_facts(config, world, stack, check)         # compares the configurations
+        check_shared_folder(folder, world, first.token)     # ConfigError: the rank, its host and its path
+
+A model that was made before the run gets rank 0's values. The device of each rank is logged here too.
+"""
+
+import dataclasses
+import functools
+import itertools
+import logging
+import platform
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from lockstep.checkpoint.files import await_results
+from lockstep.config import cli
+from lockstep.config.schema import SPANS, Config, flag, lookup, nearest_divisor
+from lockstep.data.batches import Batches
+from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept, seeded_alike
+from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.data.stream_batches import StreamBatches, StreamData
+from lockstep.data.stream_mixture import MixtureSource
+from lockstep.data.streams import StreamSource
+from lockstep.distributed import collectives
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.guards.contents import KEY, Contents, alike, check_contents, digest
+from lockstep.guards.samples import RetryingDataset
+from lockstep.task import Task, has_own
+from lockstep.tensors import as_bytes, from_bytes, host_bytes
+from lockstep.training.evaluation import sets_by_name
+from lockstep.training.start.shared_folder import Token, write_token
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.transforms.precision import is_fast
+
+__all__ = [
+    "check_samples",
+    "check_stream",
+    "collect_new_modules",
+    "copy_from_rank0",
+    "exchange_first_facts",
+    "log_ranks",
+    "make_dataset",
+    "make_datasets",
+    "with_retries",
+]
+
+
+def make_datasets(task: Task, world: World, seed: int) -> tuple[Any, dict[str, Any], int]:
+    """Make the training set and the evaluation sets. Collective.
+
+    Args:
+        seed: the run's.
+
+    Returns:
+        The training set, the evaluation sets by name, and the number of training samples; 0 for a stream.
+
+    Raises:
+        DataError: one is no dataset, or the training set is empty.
+    """
+
+    return on_all_ranks(world, lambda: _task_datasets(task, seed))  # collective
+
+
+def make_dataset(task: Task, split: str, seed: int) -> Any:
+    """Call the task's `dataset`, with all generators set to a seed of the split."""
+    with seeded_alike(seed):
+        return task.dataset(split)
+
+
+def check_stream(config: Config, task: Task, source: StreamSource | MixtureSource) -> None:
+    """Refuse what a training set without an index cannot have.
+
+    Raises:
+        ConfigError: a setting, named by its flag, or an `order` of the task.
+    """
+    start = f"the training set is a stream ({source.name}), which has no length"
+    if not config.max_steps:
+        raise ConfigError(f"{start}: give --max-steps in place of --num-epochs (or of --extend-to in epochs)")
+    spans = []
+    for name in sorted(SPANS):
+        if str(lookup(config, name)).endswith(("epoch", "epochs")):
+            spans.append(name)
+    if spans:
+        raise ConfigError(f"{start}: give {flag(spans[0])} in steps, or as a share of the plan")
+    if config.limit_train_batches:
+        raise ConfigError(f"{start}: leave out --limit-train-batches; --max-steps limits a run")
+    if config.guards.bad_samples:
+        raise ConfigError(
+            f"--guards.bad-samples {config.guards.bad_samples}: a stream has no other sample in place of a bad one; "
+            "leave it out, and let the stream itself pass over bad samples"
+        )
+    if config.micro_batch_size and config.batch_size % config.micro_batch_size:
+        near = nearest_divisor(config.batch_size, config.micro_batch_size)
+        raise ConfigError(
+            f"--batch-size {config.batch_size} is not a multiple of --micro-batch-size {config.micro_batch_size}, as a "
+            f"stream needs; use --micro-batch-size {near}, or remove it"
+        )
+    if config.guards.audit:
+        raise ConfigError(
+            f"--guards.audit {config.guards.audit:g} loads single micro-batches again, and a stream is read in order; "
+            "leave it out"
+        )
+    if has_own(task, "order"):
+        raise ConfigError("the task has an `order`, which is for a training set with an index: a stream has its own")
+
+
+def with_retries(config: Config, dataset: Any, world: World) -> RetryingDataset | StreamData:
+    """Wrap a dataset with retries and skips, by --guards.retries and --guards.bad-samples."""
+    guards = config.guards
+    if is_stream(dataset):
+        return StreamData(source_of(dataset), guards.retries)
+    return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
+
+
+def check_samples(
+    config: Config,
+    training: Any,
+    evaluation: Mapping[str, Any],
+    world: World,
+    batches: Batches,
+    accept: Callable[[Mapping[str, Any]], list[str]],
+) -> list[str]:
+    """Compare a few samples of each set between the ranks. Collective.
+
+    A loader process loads them, if training has such processes.
+
+    Args:
+        batches: of the training set.
+        accept: compares the digests with those of a checkpoint; see `check_contents`.
+
+    Returns:
+        A line for the log about each part that cannot be compared.
+
+    Raises:
+        DifferenceError: a rank has different samples.
+        ResumeError: by `accept`.
+    """
+    has_index = not isinstance(batches, StreamBatches)
+    datasets = {"training set": training} if has_index else {}
+    datasets |= {
+        f"evaluation set '{name}'" if name else "evaluation set": dataset for name, dataset in evaluation.items()
+    }
+    retries = config.guards.retries
+    # Separate wrappers: the run does not count their retries.
+    sets = {}
+    for name, dataset in datasets.items():
+        sets[name] = RetryingDataset(dataset, retries=retries, skips=0, rank=world.rank)
+
+    def read() -> dict[str, Any]:
+        with generators_kept():
+            if isinstance(batches, StreamBatches):
+                contents = _read_stream(batches)
+            else:
+                contents = {}
+            loading = Loading(min(config.data.workers, 1), 1, retries)
+            loader = Loader(Contents(sets, config.seed), loading, world.rank, False)
+            with closing(loader.stream(iter([KEY]))) as samples:
+                contents |= next(data for _, data, _ in samples)
+            return contents
+
+    digests = on_all_ranks(world, read)  # collective
+    return check_contents(world, digests, accept)  # collective
+
+
+def _read_stream(batches: StreamBatches) -> dict[str, Any]:
+    """Return a digest of a stream's first samples.
+
+    Raises:
+        DataError: two readings differ, so that a resume would not find its place.
+    """
+    batches.try_reading(digest, alike)
+    reference, repeated = (digest(batches.first_samples()) for _ in range(2))
+    if not alike(reference, repeated):
+        raise DataError(
+            "two readings of the stream of the task's dataset('train') differ in its first samples, so a resume "
+            "would lose or repeat some; give its shuffles a seed, and draw from torch, numpy or random alone"
+        )
+    return {"first samples of the stream": reference}
+
+
+def _task_datasets(task: Task, seed: int) -> tuple[Any, dict[str, Any], int]:
+    training = make_dataset(task, "train", seed)
+    evaluation = make_dataset(task, "evaluation", seed)
+    samples = 0 if is_stream(training) else _count(training)
+    return training, sets_by_name(evaluation), samples
+
+
+def _count(training: Any) -> int:
+    check_dataset(training, "train")
+    if not len(training):
+        raise DataError(
+            "the training set is empty: the task's dataset('train') has no samples; look at its path and its filters"
+        )
+    return len(training)
+
+
+# --- log
+
+# With more ranks than this, log a line for each host.
+_MAX_RANK_LINES = 16
+_LOG = logging.getLogger("lockstep")
+
+
+def log_ranks(places: Sequence[Sequence[str]]) -> None:
+    """Write the host and device of every rank to the log file. On rank 0.
+
+    Args:
+        places: [host, device] by rank.
+    """
+    for line in rank_lines(places):
+        _LOG.info(line, extra={"only_file": True})
+
+
+def rank_lines(places: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a line for each rank, or for each host if there are many ranks.
+
+    Args:
+        places: [host, device] by rank.
+    """
+    if len(places) <= _MAX_RANK_LINES:
+        yield from (f"{rank_label(rank)}: {host}, {device}" for rank, (host, device) in enumerate(places))
+        return
+    for host, group in groupby(enumerate(places), key=lambda item: item[1][0]):
+        ranks, devices = zip(*((rank, device) for rank, (_, device) in group), strict=True)
+        yield f"{_number_range('rank', ranks)}: {host}, {_device_range(devices)}"
+
+
+def _number_range(word: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    return f"{word}s {numbers[0]} to {numbers[-1]}"
+
+
+def _device_range(devices: Sequence[str]) -> str:
+    """Join device names: `cpu` if all are equal, a range if numbered in order."""
+    if len(set(devices)) == 1:
+        return devices[0]
+    device_type, _, start = devices[0].partition(":")
+    if list(devices) == [f"{device_type}:{int(start or 0) + offset}" for offset in range(len(devices))]:
+        return f"{devices[0]} to {devices[-1]}"
+    return ", ".join(devices)
+
+
+# --- initial weights
+
+
+@contextmanager
+def collect_new_modules() -> Iterator[list[nn.Module]]:
+    """Collect all modules that are constructed inside the context."""
+    new: list[nn.Module] = []
+    init = nn.Module.__init__
+
+    @functools.wraps(init)
+    def init_and_collect(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        new.append(self)
+        init(self, *args, **kwargs)
+
+    # torch has no hook for the construction of a module. mypy forbids the assignment to a method.
+    nn.Module.__init__ = init_and_collect  # type: ignore[method-assign]
+    try:
+        yield new
+    finally:
+        # The patch must not outlive the context.
+        nn.Module.__init__ = init  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int:
+    """Copy rank 0's parameters and buffers of modules that are not new. Collective.
+
+    New modules have drawn their weights under the run's seed. They are left to the comparison of all weights
+    (guards/startup.py), and so are tensors whose shapes or dtypes differ.
+
+    Args:
+        new: the modules that `task.model()` constructed.
+
+    Returns:
+        The number of tensors that differed on some rank.
+    """
+    if world.size == 1:
+        return 0
+    tensors = _existing_tensors(model, {id(module) for module in new})
+    hashes = {name: [f"{t.dtype} {list(t.shape)}", _hash(t)] for name, t in tensors.items()}
+    # One digest from each rank: equal models, the usual case, need no table of tensors.
+    if len(set(world.gather(xxhash.xxh3_64_hexdigest(repr(hashes).encode())))) == 1:
+        return 0
+    # All ranks need the table, to agree which tensors differ.
+    ranks = world.gather(hashes)
+    kinds = [{name: form for name, (form, _) in table.items()} for table in ranks]
+    if any(table != kinds[0] for table in kinds):
+        return 0
+    unequal = [name for name, value in ranks[0].items() if any(table[name] != value for table in ranks)]
+    for name in unequal:
+        tensor = tensors[name]
+        # Waits for the device, once for each tensor that differs.
+        buffer = as_bytes(tensor.cpu()).clone()
+        # Only differing tensors travel, through host memory and the control group.
+        collectives.broadcast(buffer, src=0, group=world.control)
+        tensor.copy_(from_bytes(buffer, tensor.dtype, tensor.shape))
+    return len(unequal)
+
+
+def _existing_tensors(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
+    """Return the strided tensors with values of modules that are not new, each once."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        if id(module) not in new:
+            members = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            for name, tensor in members:
+                if not tensor.is_meta and tensor.layout == torch.strided:
+                    tensors.setdefault(id(tensor), (f"{prefix}.{name}", tensor))
+    return dict(tensors.values())
+
+
+def _hash(tensor: Tensor) -> str:
+    # Waits for the device, once for each tensor at the start.
+    return xxhash.xxh3_64_hexdigest(host_bytes(tensor.detach().cpu()))
+
+
+# --- shared run folder
+
+
+class FirstFacts(NamedTuple):
+    """What the ranks exchange first.
+
+    Attributes:
+        config: this rank's, with rank 0's experiment name.
+        fast: by rank, whether its device suits bf16 and compilation.
+        places: [host, device] by rank.
+        token: None: there is none.
+        micro_batch: the smallest micro-batch size that a rank's folder records, with --on-oom smaller; 0: none.
+        run_id: that rank 0's folder records, else a new one.
+    """
+
+    config: Config
+    fast: list[bool]
+    places: list[list[str]]
+    token: Token | None
+    micro_batch: int
+    run_id: str
+
+
+def exchange_first_facts(
+    config: Config, world: World, stack: ExitStack | None, check_first: Callable[[], None]
+) -> FirstFacts:
+    """Compare the configurations, and exchange what is known before anything is made. Collective.
+
+    Belongs into `World.together`, which raises rank 0's error about the token on all ranks.
+
+    A name that contains the time differs between ranks: rank 0's is used.
+
+    Args:
+        stack: keeps the token, for `check_shared_folder`; None: without a token.
+        check_first: called first, and may take any time.
+
+    Raises:
+        LockstepError: the configurations differ, `check_first` fails, or rank 0 cannot write the token.
+    """
+    values = cli.flatten(config)
+    name, errors = values.pop("experiment_name"), list[LockstepError]()
+
+    def own_facts() -> list[Any]:
+        check_first()
+        token = None
+        if stack and world.is_main and world.size > 1:
+            try:
+                token = stack.enter_context(write_token(RunFolder(config.local_dir, name)))
+            except LockstepError as error:
+                # Raised below, after any difference between the configurations.
+                errors.append(error)
+        folder = RunFolder(config.local_dir, name)
+        if config.on_oom == "smaller":
+            recorded = folder.read_micro_batch()
+        else:
+            recorded = 0
+        if world.is_main:
+            run_id = folder.read_id() or secrets.token_hex(8)
+        else:
+            run_id = ""
+        return [name, is_fast(world.device), [platform.node(), str(world.device)], token, recorded, run_id]
+
+    # Ranks with different settings would train different models; report that first.
+    world.check_same("configuration", values)
+    ranks = await_results(world, own_facts)  # collective
+    if errors:
+        raise errors[0]
+    names, fast, places, tokens, sizes, ids = zip(*ranks, strict=True)
+    config = dataclasses.replace(config, experiment_name=names[0])
+    smallest = min((size for size in sizes if size), default=0)
+    return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]), smallest, ids[0])

@@ -1,0 +1,471 @@
+"""Build all parts of a run from its configuration and task.
+
+    built = build(config, task, world)      # collective
+
+`build` compares the configuration between the ranks, looks for a checkpoint, makes data and model, resolves every
+"auto" from these (training/start/resolve.py), and makes the engine.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint.remote import RemoteRun
+from lockstep.config.deepspeed import check_settings, read_json
+from lockstep.config.engine_options import ENGINES, EngineOptions
+from lockstep.config.fields import is_url
+from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
+from lockstep.config.task_options import OWN, kind_of
+from lockstep.data.batches import Batches
+from lockstep.data.groups import GroupOrder, TokenGroups, grouped_order
+from lockstep.data.sampler import SizedOrder
+from lockstep.data.shard_order import training_order
+from lockstep.data.stream_batches import StreamData
+from lockstep.distributed.membership import Member
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import Engine
+from lockstep.engines.gradient_norms import GradientNorms
+from lockstep.engines.memory import explained
+from lockstep.engines.registry import name_of
+from lockstep.errors import ConfigError
+from lockstep.guards.startup import check_programs, check_weights
+from lockstep.logging.trackers import check
+from lockstep.run_state import RunState, Selection
+from lockstep.task import Task, as_task, has_step_loss, needs_graph, set_detected
+from lockstep.training.evaluation import build_evaluation_batches
+from lockstep.training.start.agreement import (
+    check_samples,
+    check_stream,
+    exchange_first_facts,
+    make_datasets,
+    with_retries,
+)
+from lockstep.training.start.build_engine import build_engine, build_model
+from lockstep.training.start.cutting import check_cuttable, cut_trial, is_additive
+from lockstep.training.start.defaults import (
+    all_devices_fast,
+    batchnorm_names,
+    find_largest_micro_batch,
+    is_device_default,
+)
+from lockstep.training.start.lora_base import base_tensor_names
+from lockstep.training.start.named_task import make_task
+from lockstep.training.start.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
+from lockstep.training.start.resume import (
+    accept_contents,
+    check_extension,
+    check_longer,
+    check_plan,
+    checkpoint_plan,
+    plan_of,
+)
+from lockstep.training.start.shared_folder import check_shared_folder, find_folders
+from lockstep.training.start.sharing import check_division
+from lockstep.training.start.training_batches import build_batches
+from lockstep.training.state.optimizer_groups import OptimizerGroups
+from lockstep.training.state.parts import RunParts, RunSetup, TrainingSet, notify, task_tensors
+from lockstep.training.state.plan import BY_RANKS, FIXED
+from lockstep.training.state.run_dir import RunFolder
+from lockstep.training.state.selection import check_criteria, depends_on_evaluations
+from lockstep.training.state.status import BuildInputs, RunSpec
+from lockstep.training.state.trained_set import check_in_optimizer, restore_initial_set
+from lockstep.training.trial.compilation import try_compile
+from lockstep.training.trial.loss_check import check_loss, is_cut, load_places_together
+from lockstep.training.trial.task_check import (
+    Trial,
+    check_auditable,
+    check_auditable_loss,
+    check_task,
+    load_trial_samples,
+    restore_findings,
+)
+from lockstep.transforms.batchnorm import resolve_batchnorm
+from lockstep.transforms.determinism import check_precision, pin
+from lockstep.transforms.precision import is_double, task_in_precision
+
+__all__ = [
+    "BuildRequest",
+    "build",
+    "build_joiner",
+    "build_together",
+    "remote_run",
+]
+
+
+def build(
+    config: Config,
+    user_task: Any,
+    world: World,
+    user_objects: dict[str, Any] | None = None,
+    *,
+    resume: bool = True,
+    joining: bool = False,
+    min_steps: int = 0,
+) -> RunParts:
+    """Build the parts of a run. Collective.
+
+    Args:
+        user_task: a task, or an object that an adapter makes one of; None: the task that the configuration names.
+        user_objects: the caller's own objects to store in checkpoints, by name.
+        resume: look for a checkpoint to resume from; False: start a new run, whatever the folder holds.
+        joining: this process builds alone, to join a run in progress (see training/recovery/regroup.py).
+        min_steps: minimum length of the plan; whole epochs are added to reach it.
+
+    Raises:
+        UsageError: the configuration cannot be run; the same on every rank.
+    """
+    request = BuildRequest(resume, joining, min_steps)
+    with world.together():  # collective
+        return build_together(config, user_task, world, user_objects, request)
+
+
+class BuildRequest(NamedTuple):
+    """What a caller of `build` asks for, and its own checks.
+
+    Attributes:
+        cut: see `StartFacts`; for a rollback, a process that joins, and `verify`.
+        proves: a resume proves the loss again; a rollback in the same process need not.
+        check_first: raises LockstepError before anything is made; may take any time.
+        check_last: raises LockstepError before anything is written; may be collective, the same on every rank.
+    """
+
+    resume: bool = True
+    joining: bool = False
+    min_steps: int = 0
+    cut: str = ""
+    proves: bool = True
+    check_first: Callable[[], None] = lambda: None
+    check_last: Callable[[RunParts], None] = lambda built: None
+
+
+def build_together(
+    config: Config, user_task: Any, world: World, user_objects: dict[str, Any] | None, request: BuildRequest
+) -> RunParts:
+    """Build as `build`, in the caller's `World.together`. Collective.
+
+    Agreements wait for the next gather. `agree` comes before code that may have collectives of its own: the user's,
+    or an engine's.
+    """
+    resume = request.resume
+    joining = request.joining
+    with ExitStack() as stack:
+        # With a URL each node has its own folder; otherwise all ranks share one.
+        shares = resume and not is_url(config.save_dir)
+        facts = exchange_first_facts(config, world, stack if shares else None, request.check_first)  # collective
+        requested, say = facts.config, notify(world)
+        folder = RunFolder(requested.local_dir, requested.experiment_name)
+        remote = remote_run(requested)
+        source = None
+        state = _read_newest_state(folder) if joining else RunState()
+        if resume and not joining:
+            if shares:
+                check_shared_folder(folder, world, facts.token)
+            else:
+                find_folders(folder, world)  # collective
+            source, state = _find_checkpoint(folder, world, remote)  # collective
+        state.run_id = state.run_id or facts.run_id
+    start = StartFacts(
+        fast=all_devices_fast(requested, world, facts.fast),
+        checkpoint=checkpoint_facts(state),
+        min_steps=request.min_steps,
+        micro_batch=facts.micro_batch if resume else 0,
+        ranks=world.size,
+        cut=request.cut,
+    )
+    start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
+    # What is known without the task: the task and its data are made from this draft.
+    draft = draft_of(requested, start)
+    for line in draft.notices:
+        say(line)
+    task = _make_task(draft.config, user_task, world, state)
+    training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
+    # An error that one rank has with its task or data ends all of them here.
+    world.agree()
+    check_extension(requested, resumes=start.checkpoint is not None)
+    of_model = list[str]()
+    # A stream or a batch sampler fixes the cut, because its micro-batches are not made of single samples.
+    open_data = training.order is not None and not isinstance(training.order, GroupOrder)
+    fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
+    of_ranks = draft.config
+    # This process builds alone, but the run that it joins has several ranks.
+    if joining and not fixed_cut:
+        of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
+        of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
+    is_open = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
+    options: dict[str, Any] = {"note": of_model.append, "fixed_cut": fixed_cut, "keeps_double": is_open}
+    model = build_model(of_ranks, task, world, state, say, **options)
+    if is_open and is_double(model):
+        say("the model is in double precision: trained as it is, with --precision float64")
+        start = dataclasses.replace(start, double=True)
+        task = task_in_precision(task, "float64", world.device.type, say)
+    # Now task, model and data decide the remaining values and the plan.
+    resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
+    settings = resolved.config
+    run_plan = resolved.run_plan
+    # Check that files, model, plan and checkpoint agree before an engine is made.
+    config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
+    # Compare max_steps as the user set it: an extended plan is not what the file contradicts.
+    check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
+    resolved.record(state)
+    check_longer(settings, state, run_plan.step_plan.steps)
+    sizes = [(item.batch_size, item.micro_batch_size) for item in (draft.config, settings)]
+    # The sizes depended on the model or its data.
+    if sizes[0] != sizes[1]:
+        check_division(settings, world, say)
+    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | task_tensors(task)))
+    check_weights(world, {"model": model, **task.fixed_models})
+    own_task = user_task is not None or kind_of(requested.task) == OWN
+    data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
+    plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data} | training.plan
+    data_kind = {"is_stream": training.order is None, "is_grouped": run_plan.grouped}
+    cut_check = partial(check_cuttable, settings, task, model, **data_kind)
+    on_all_ranks(world, cut_check)
+    plan_check = partial(check_plan, folder.path, checkpoint_plan(state, plan), plan, settings, requested)
+    # Ranks with different plans would train different models.
+    world.check_same("plan", plan)
+    for line in on_all_ranks(world, lambda: plan_check(is_additive=is_additive(task, model))):
+        say(line)
+    batches, balancer = build_batches(settings, task, training, run_plan, world, state)
+    first_step = min(state.global_step, run_plan.step_plan.steps - 1)
+    # `check_programs` reads samples of the first epoch.
+    _start_epoch(task, batches, world)
+    check_programs(world, task, batches.samples(first_step, 0))
+    # A dataset that this process has trained on may have changed with the epochs.
+    contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
+    # The list grows when the next gather delivers the digests.
+    notes = check_samples(settings, training.dataset, evaluation_sets, world, batches, contents_check)
+    if first_step:
+        _start_epoch(task, batches, world, first_step)
+    notes[:0] = of_model
+    evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
+    cut = is_cut(settings, batches)
+    recorded = (state.reduction or "") if source else ""
+    # The run needed no proof of its loss so far, and needs one now.
+    if task.reduction == "whole" and cut:
+        set_detected(task, "auto", needs_graph(task))
+    # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
+    is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
+    trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
+    is_proved_again = not is_tried and not joining and request.proves and cut and not has_step_loss(task)
+    places = load_places_together(batches, task, world) if is_proved_again else []
+    # An error that one rank has with the samples ends all of them before the engine is built.
+    world.agree()
+    groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
+    unfrozen = restore_initial_set(model, state)
+    engine = build_engine(settings, task, model, world, groups, batches, say, state)
+    is_open = run_plan.cut == BY_RANKS
+    # Most runs that do not fit end in the first forward.
+    with explained(engine, world), cut_trial(settings, world, is_open=is_open):
+        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
+        if trial_samples:
+            trial = Trial(engine, model, task, world, settings, say)
+            names = check_task(trial, trial_samples, batches, evaluation_batches, state, recorded)  # collective
+            check_criteria(settings, names)
+            # The trial has found out whether the loss adds up, which decides whether a step may be cut.
+            on_all_ranks(world, cut_check)
+        elif is_proved_again:
+            # The code of the loss may have changed since the checkpoint.
+            check_loss(Trial(engine, model, task, world, settings, say), batches, places, recorded)  # collective
+        # Free the samples before the model is compiled.
+        del trial_samples
+        compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
+    # `--compile auto` trains uncompiled if the trial could not compile.
+    final = resolved if compiles else resolved.without_compile()
+    state.compile = final.config.compile
+    setup = RunSetup(
+        folder=folder,
+        own_task=own_task,
+        plan=plan,
+        source=source,
+        remote=remote,
+        base_names=base_tensor_names(model, state),
+        training=training,
+        evaluation_sets=evaluation_sets,
+        notes=notes,
+        places=facts.places,
+    )
+    built = RunParts(
+        setup=setup,
+        config=final.config,
+        task=task,
+        run_plan=final.run_plan,
+        model=model,
+        groups=groups,
+        user_objects={} if user_objects is None else user_objects,
+        world=world,
+        engine=engine,
+        batches=batches,
+        evaluation=evaluation_batches,
+        balancer=balancer,
+        state=state,
+    )
+    # Errors of the task's own schedule show before step 1.
+    on_all_ranks(world, built.check_rates)
+    request.check_last(built)
+    return built
+
+
+def _start_epoch(task: Task, batches: Batches, world: World, step: int | None = None) -> None:
+    """Begin the epoch of a step, or the first one. Collective.
+
+    A framework's task begins it later, because its hook needs an optimizer.
+    """
+    if (starts := batches.epoch_starts) and not task.framework:
+        epoch = 0 if step is None else starts.epoch(batches.step_plan, step)
+        on_all_ranks(world, partial(starts.call, epoch))
+
+
+def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:
+    """Add the largest micro-batch, if the configuration leaves it to the devices. Collective then."""
+    draft = draft_of(requested, facts).config
+    plan = facts.checkpoint.plan if facts.checkpoint else {}
+    resumes = bool(plan) and plan.get("cut", FIXED) == FIXED
+    # Memory is measured in a process of `lockstep plan`, which cannot make a task from an object.
+    if resumes or draft.micro_batch_size or user_task is not None:
+        return facts
+    # Collective: the device with the least memory decides.
+    return dataclasses.replace(facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world)))
+
+
+def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> Task:
+    """Check the settings that no task changes, then make the task. Collective."""
+    check_auditable(draft, world)
+    pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
+    check_precision(draft.precision, world.device)
+    # A division that depends on the model is checked once the model is made.
+    if draft.micro_batch_size:
+        check_division(draft, world, notify(world))
+
+    def make() -> Task:
+        check(draft)
+        if user_task is None:
+            made = make_task(draft, notify(world))
+        else:
+            made = as_task(user_task)
+        return task_in_precision(made, draft.precision, world.device.type, notify(world))
+
+    task = on_all_ranks(world, make)  # collective
+    check_auditable_loss(draft, task)
+    # "micro-batch" depends on how a step is cut: detect it again.
+    if state.reduction != "micro-batch":
+        restore_findings(task, state)
+    # Ranks with different versions of the task would train different models.
+    world.check_same("source", dict(task.sources))
+    return task
+
+
+def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
+    """Make the training set and the evaluation sets, and count the training samples. Collective."""
+    dataset, evaluation, samples = make_datasets(task, world, draft.seed)  # collective
+    loaded = on_all_ranks(world, lambda: with_retries(draft, dataset, world))
+    if isinstance(loaded, StreamData):
+        on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))
+        return TrainingSet(dataset, loaded, None), evaluation, 0
+    order = on_all_ranks(world, lambda: _order(draft, task, dataset))
+    return TrainingSet(dataset, loaded, order), evaluation, samples
+
+
+def _task_facts(task: Task, model: nn.Module, samples: int, order: SizedOrder | None, start: StartFacts) -> Facts:
+    """Collect what the configuration is resolved by.
+
+    Raises:
+        ConfigError: BatchNorm would get a micro-batch of one sample.
+    """
+    facts = Facts.of(task, model, samples, order.size if order else 0, start)
+    if not isinstance(order, GroupOrder):
+        return facts
+    longest = order.longest if isinstance(order, TokenGroups) else 0
+    if isinstance(order, TokenGroups) and order.smallest < 2 and batchnorm_names(model):
+        raise ConfigError(
+            f"--micro-batch-tokens {order.bound}: some micro-batches have one sample (the longest has {longest} "
+            "tokens), which BatchNorm cannot learn from; raise it, or use another norm"
+        )
+    return dataclasses.replace(facts, grouped=True, longest=longest)
+
+
+def _order(draft: Config, task: Task, dataset: Any) -> SizedOrder:
+    """Make the order of the training samples, or of groups of them."""
+    groups = grouped_order(task, dataset, draft.seed, draft.micro_batch_tokens, draft.data.shuffle_shards)
+    return groups or training_order(task, dataset, len(dataset), draft.seed, draft.data.shuffle_shards)
+
+
+def _can_compile(
+    config: Config, requested: Config, task: Task, model: nn.Module, engine: Engine, batches: Batches, world: World
+) -> bool:
+    """Whether the model can be compiled, or need not be. Collective.
+
+    Raises:
+        ConfigError: --compile is not auto, and the model cannot be compiled.
+    """
+    if not config.compile:
+        return True
+    may_fail = is_auto(requested, "compile")
+    reason = try_compile(config, task, model, engine, batches, world, may_fail=may_fail)  # collective
+    if reason:
+        notify(world)(f"--compile auto: the model cannot be compiled ({reason}); training it uncompiled")
+    return not reason
+
+
+def remote_run(config: Config) -> RemoteRun | None:
+    """Return the run's folder in an object store; None if --save-dir is a path."""
+    if is_url(config.save_dir):
+        return RemoteRun(config.save_dir, config.experiment_name)
+    return None
+
+
+def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) -> tuple[Path | None, RunState]:
+    """Return the newest complete checkpoint and its state. Collective.
+
+    Returns:
+        (None, a new run's state) without a checkpoint.
+    """
+    newest = checkpoint.find_resume(folder.path, world, notify(world), remote)
+    if newest is None:
+        return None, RunState()
+    source = newest[0]
+    state = RunState.from_json(newest[1], f"{newest[0].name}/state.json")
+    record: list[Any] = []
+    if world.is_main:
+        evaluated, selection = folder.read_evaluated() if state.evaluation_due else (-1, Selection())
+        record = [evaluated, selection.to_json()]
+    # Only rank 0 reads the records; every rank needs the answer.
+    evaluated, stored = world.gather(record)[0]
+    # The checkpoint was written before its evaluation, which may have finished.
+    if state.evaluation_due and evaluated == state.global_step:
+        state.selection = Selection.from_json(stored)
+        state.evaluation_due = False
+    return source, state
+
+
+def _read_newest_state(folder: RunFolder) -> RunState:
+    """Read the newest checkpoint's state without its tensors, for where the plan starts."""
+    steps = checkpoint.list_steps(folder.path)
+    if steps:
+        return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1]))
+    return RunState()
+
+
+def build_joiner(spec: RunSpec, inputs: BuildInputs, world: World, member: Member) -> RunParts:
+    """Build, without the other ranks, what this process needs to join a run."""
+    config = inputs.config
+    config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
+    alone = dataclasses.replace(config, engine="auto", shares="equal")
+    if ENGINES[name_of(config.engine, world)].places_model:
+        alone = dataclasses.replace(alone, engine_options=EngineOptions())
+    # The run in progress chose its cut by the number of its ranks, which this process does not know.
+    cut = "" if has_fixed_cut(config) else BY_RANKS
+    size = RunFolder(config.local_dir, config.experiment_name).read_micro_size()
+    alone = dataclasses.replace(alone, micro_batch_size=size or alone.micro_batch_size)
+    request = BuildRequest(joining=True, min_steps=spec.min_steps, cut=cut)
+    with world.together():
+        built = build_together(alone, spec.task, world, inputs.user_objects, request)
+    built.config = dataclasses.replace(
+        built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
+    )
+    return built

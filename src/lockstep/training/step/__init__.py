@@ -1,0 +1,1 @@
+"""What follows each step: records, guards, saves and evaluations."""
