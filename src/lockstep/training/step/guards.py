@@ -252,8 +252,8 @@ class ShareReporter:
 def max_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
     """Return how many micro-batches of a step fit the free memory: `now` or more.
 
-    The exact sums of n micro-batches take up to 2 log2(n) + 2 times the gradients' memory (see docs/exactness.md);
-    nothing else on the device grows with n.
+    The exact sums of n micro-batches take up to 2 log2(n) + 2 times the gradients' memory; nothing else on the device
+    grows with n. See docs/inside/exactness.md.
 
     Args:
         now: micro-batches that the rank has, whose memory is in use.
