@@ -31,7 +31,6 @@ GROUPS = {
     "Data": ("shards", "index_shards", "stream", "mixture"),
     "Sections of the configuration": ("Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim"),
     "From other libraries": ("from_lightning", "from_trainer"),
-    "Sizes": ("find_micro_batch",),
     "Parts for your own loop": (
         *("World", "engine", "loader", "autocast", "step_backward", "gather_for_metrics"),
         *("save_state", "load_state"),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.tasks.language_model import CausalLM
     from lockstep.training.inference import load
     from lockstep.training.run import Result, Run, train
-    from lockstep.training.tuning import find_micro_batch
 
 __version__ = "0.1.0"
 
@@ -81,7 +80,6 @@ _MODULES = {
         "Run",
         "train",
     ),
-    "lockstep.training.tuning": ("find_micro_batch",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -103,7 +101,6 @@ __all__ = [
     "World",
     "autocast",
     "engine",
-    "find_micro_batch",
     "from_lightning",
     "from_trainer",
     "gather_for_metrics",

@@ -25,6 +25,7 @@ from lockstep.errors import ConfigError, StorageError
 
 __all__ = [
     "bytes_text",
+    "cache_folder",
     "clean",
     "create_file",
     "default_cache",
@@ -112,6 +113,13 @@ def limit_s3_tries(system: Any) -> None:
     system.retries = 1
     if "AWS_MAX_ATTEMPTS" not in os.environ:
         system.config_kwargs = {"retries": {"total_max_attempts": _S3_TRIES}} | system.config_kwargs
+
+
+def cache_folder(chosen: str) -> Path:
+    """Return the folder of prepared data: `chosen` of --data.cache, else the default."""
+    if chosen:
+        return Path(chosen).expanduser()
+    return default_cache()
 
 
 def default_cache() -> Path:

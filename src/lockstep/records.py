@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, LockstepError, UsageError
 
 __all__ = [
     "TRAIN",
+    "VERDICT_FILE",
     "Best",
     "EvaluationRecord",
     "Number",
@@ -202,6 +203,8 @@ class Best:
     value: float = math.nan
 
 
+# What a profile of a run concluded.
+VERDICT_FILE = "verdict.json"
 TRAIN = "train/"  # prefix of the numbers of `loss` in a record
 _RECORD_NAMES = frozenset(
     (

@@ -115,7 +115,7 @@ def test_every_way_into_a_run_refuses_them_before_anything_is_written(tmp_path, 
     config = small_runs.config(tmp_path)
     ways = [
         lambda: train_command.command(["--save-dir", str(tmp_path)]),
-        lambda: train_command.command(["--find-micro-batch"]),
+        lambda: train_command.command(["--show-groups"]),
         lambda: lockstep.train(config, None),
         lambda: World.join("cpu"),
     ]

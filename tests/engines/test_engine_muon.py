@@ -8,7 +8,7 @@ from torch import nn
 from toys import Network, Ragged, train
 
 from lockstep import checkpoint
-from lockstep.distributed.exchange import assign_owners, gather_rows, scatter_rows
+from lockstep.distributed.rows import assign_owners, gather_rows, scatter_rows
 from lockstep.engines.blocks import repeated_layers
 from lockstep.optim.groups import Rules, freeze, parse
 from lockstep.optim.optimizers import muon

@@ -27,7 +27,7 @@ from lockstep.launch import agent, losses, nodes, rendezvous
 from lockstep.launch import agent as orphans
 from lockstep.launch import job as memory
 from lockstep.launch.job import Job
-from lockstep.report.goodput import ENDED_VARIABLE
+from lockstep.timeline import ENDED_VARIABLE
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
     "exit 0",

@@ -11,9 +11,9 @@ from small_runs import config
 from toys import Ragged
 
 import lockstep
+from lockstep import timeline
 from lockstep.cli import dispatch
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import goodput as timeline
 from lockstep.report.goodput import LABELS, duration, goodput
 
 

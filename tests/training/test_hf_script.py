@@ -233,8 +233,8 @@ class Bad:
         Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--model-name", "x"], "--model-name"),
         Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--task", "m.py:T"], "--task"),
         Bad(
-            ["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--find-micro-batch"],
-            "--find-micro-batch cannot be used with --hf-script",
+            ["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--show-groups"],
+            "--show-groups cannot be used with --hf-script",
         ),
     ],
     ids=lambda bad: bad.said,
@@ -246,8 +246,8 @@ def test_a_bad_flag_is_one_line(tmp_path, monkeypatch, bad, before):
     Path("broken.json").write_text("{")
     Path("list.json").write_text("[]")
     Path("untrained.json").write_text('{"do_train": false}')
-    if before and "--find-micro-batch" in bad.flags:
-        bad = dataclasses.replace(bad, said="unknown flag --find-micro-batch")
+    if before and "--show-groups" in bad.flags:
+        bad = dataclasses.replace(bad, said="unknown flag --show-groups")
     with pytest.raises(ConfigError) as caught:
         cli.dispatch([*before, "train", *bad.flags])
     assert bad.said in str(caught.value)

@@ -7,7 +7,6 @@ A plain tensor is the same on every rank, and one rank writes it; a DTensor's sl
 them.
 """
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lockstep.checkpoint.files import parse_json, printable, read_file
 from lockstep.checkpoint.format import CODES, INDEX, JSON_LIMIT, dtype_name, is_known, is_size, itemsize
 from lockstep.checkpoint.grid import Grid, Slice, grid_of
+from lockstep.distributed.rows import assign_owners
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import retry_io
@@ -305,13 +305,10 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
     Returns:
         {name: rank}.
     """
-    loads = [(0, rank) for rank in range(ranks)]
-    owners = {}
-    for size, name in sorted(sizes, reverse=True):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + size, rank))
-        owners[name] = rank
-    return owners
+    largest_first = sorted(sizes, reverse=True)
+    costs = [size for size, _ in largest_first]
+    names = [name for _, name in largest_first]
+    return dict(zip(names, assign_owners(costs, ranks), strict=True))
 
 
 def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:

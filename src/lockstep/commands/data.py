@@ -55,7 +55,7 @@ def _prepare(args: argparse.Namespace) -> int:
     request = hub.DataRequest(args.source, args.subset, args.split, args.revision, *columns)
     folder = Path(args.out).expanduser()
     # Tables of the rows are shared between runs, so they are in the cache.
-    rows = (Path(args.cache).expanduser() if args.cache else files.default_cache()) / "rows"
+    rows = files.cache_folder(args.cache) / "rows"
     job = prepare.Job(request, packing, args.shard_mib << 20, args.tokenizer, args.trust_remote_code, folder, rows)
     tokenizer = prepare.named_tokenizer(args.tokenizer, args.trust_remote_code, rows, _say)
     processes = args.processes or cores()

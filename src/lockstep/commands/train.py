@@ -17,7 +17,7 @@ from lockstep.distributed.launcher import allocator_variables
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError
-from lockstep.trace.record.imports import keep_interrupts
+from lockstep.interrupts import keep_interrupts
 from lockstep.training.run_dir import RunFolder
 
 __all__ = ["command", "config_and_task", "import_training"]
@@ -47,9 +47,6 @@ def command(argv: list[str]) -> int:
     config, task = config_and_task(options)
     if args["show_groups"]:
         importlib.import_module("lockstep.training.summary").show_groups(config)
-        return 0
-    if args["find_micro_batch"]:
-        importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
     # Only the rank that will lock the folder checks it.
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):
@@ -85,18 +82,12 @@ def _parser(argv: Sequence[str] = ()) -> Parser:
     parser = cli.make_parser(list(argv), "lockstep train")
     add = parser.add_argument
     add("--show-groups", action="store_true", help="print the optimizer's parameter groups and exit")
-    add(
-        "--find-micro-batch",
-        action="store_true",
-        help="find the largest micro-batch that fits on the CUDA device, and exit",
-    )
     return flags.with_flags(parser)
 
 
 def _check_alone(args: Mapping[str, Any]) -> None:
-    for name in ("show_groups", "find_micro_batch"):
-        if args[name]:
-            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --hf-script; remove one")
+    if args["show_groups"]:
+        raise ConfigError("--show-groups cannot be used with --hf-script; remove one")
 
 
 def import_training() -> Any:

@@ -69,6 +69,25 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BY_UUID = (2, 30)
 # The variable that lets ranks share a device, in the same NCCL.
 _SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+# Bytes in front of a gathered value, with its length.
+_LENGTH = 8
+# Bytes of a value that the first collective carries. Most agreements are shorter.
+_SHORT = 120
+# By process, host and port: a forked process must not use its parent's connection.
+_STORES: dict[tuple[int, str, int], TCPStore] = {}
+# Worlds of failed runs. The next join leaves them first.
+_ABANDONED: list["World"] = []
+# Seconds for ranks that have just reported to arrive; gloo waits five times as long.
+_REGROUP_SECONDS = 0.75
+# Seconds. NCCL's watchdog aborts the process, and lockstep must report the missing rank before that.
+_NCCL_MORE = 30.0
+# Seconds between two looks for rank 0's answer: short at first, for quick starts; then longer, for large worlds.
+_FIRST_PAUSE = 0.002
+_LAST_PAUSE = 0.25
+# Seconds for ranks with the same error to reach the next join.
+_PATIENCE = 5.0
+# The launcher's variables, each with its least value, which is also the default.
+_LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
@@ -871,24 +890,3 @@ def _forget_group() -> None:
             function.__defaults__ = tuple(
                 None if isinstance(default, dist.ProcessGroup) else default for default in defaults
             )
-
-
-# Bytes in front of a gathered value, with its length.
-_LENGTH = 8
-# Bytes of a value that the first collective carries. Most agreements are shorter.
-_SHORT = 120
-# By process, host and port: a forked process must not use its parent's connection.
-_STORES: dict[tuple[int, str, int], TCPStore] = {}
-# Worlds of failed runs. The next join leaves them first.
-_ABANDONED: list[World] = []
-# Seconds for ranks that have just reported to arrive; gloo waits five times as long.
-_REGROUP_SECONDS = 0.75
-# Seconds. NCCL's watchdog aborts the process, and lockstep must report the missing rank before that.
-_NCCL_MORE = 30.0
-# Seconds between two looks for rank 0's answer: short at first, for quick starts; then longer, for large worlds.
-_FIRST_PAUSE = 0.002
-_LAST_PAUSE = 0.25
-# Seconds for ranks with the same error to reach the next join.
-_PATIENCE = 5.0
-# The launcher's variables, each with its least value, which is also the default.
-_LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

@@ -62,7 +62,7 @@ from lockstep.launch.nodes import Decisions, Seat, open_decisions
 from lockstep.launch.rendezvous import local_address, open_rendezvous
 from lockstep.launch.stderr import RankStderr
 from lockstep.launch.workers import Preloaded, life_pipe, private_folder
-from lockstep.report.goodput import ENDED_VARIABLE
+from lockstep.timeline import ENDED_VARIABLE
 
 __all__ = [
     "run",

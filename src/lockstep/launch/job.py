@@ -27,6 +27,53 @@ __all__ = [
 _EVENTS = ("memory.events", "memory.oom_control")
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The processes to start on this node.
+
+    Attributes:
+        command: arguments of `sys.executable` for each process.
+        processes: number on this node.
+        nodes: fewest and most.
+        backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
+        is_host: whether this node serves the meeting point.
+        restarts: how often the processes are restarted after a failure.
+        environment: variables for the processes; those that the user set win.
+        least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
+        shares: the cores of each process, by local rank; () if they are not bound.
+        stderr: folder for a file of each rank's standard error; None: it is the launcher's.
+            secret: of the launchers of several nodes; `run_secret` signs what they send each other.
+        node_rank: --node-rank, for messages; 0 where none was given.
+    """
+
+    command: list[str]
+    processes: int
+    nodes: tuple[int, int]
+    backend: str
+    endpoint: str
+    options: dict[str, str]
+    run_id: str
+    is_host: bool
+    restarts: int
+    environment: dict[str, str]
+    least: int = 1
+    losses: int = 0
+    shares: tuple[frozenset[int], ...] = ()
+    stderr: Path | None = None
+    secret: Secret = field(default=NO_SECRET, repr=False)
+    node_rank: int = 0
+
+    @property
+    def run_secret(self) -> Secret:
+        """The secret of this --rdzv-id alone.
+
+        Nothing signed in another run with the same secret is accepted.
+        """
+        if self.secret:
+            return self.secret.derive(f"run {self.run_id}")
+        return self.secret
+
+
 def count_oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Count the kernel's out-of-memory kills so far, in this process's cgroups and machine-wide.
 
@@ -122,50 +169,3 @@ def create_log_folder(folder: Path | None) -> Iterator[None]:
             # The folder is not empty, so it stays.
             with contextlib.suppress(OSError):
                 path.rmdir()
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The processes to start on this node.
-
-    Attributes:
-        command: arguments of `sys.executable` for each process.
-        processes: number on this node.
-        nodes: fewest and most.
-        backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
-        is_host: whether this node serves the meeting point.
-        restarts: how often the processes are restarted after a failure.
-        environment: variables for the processes; those that the user set win.
-        least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
-        shares: the cores of each process, by local rank; () if they are not bound.
-        stderr: folder for a file of each rank's standard error; None: it is the launcher's.
-            secret: of the launchers of several nodes; `run_secret` signs what they send each other.
-        node_rank: --node-rank, for messages; 0 where none was given.
-    """
-
-    command: list[str]
-    processes: int
-    nodes: tuple[int, int]
-    backend: str
-    endpoint: str
-    options: dict[str, str]
-    run_id: str
-    is_host: bool
-    restarts: int
-    environment: dict[str, str]
-    least: int = 1
-    losses: int = 0
-    shares: tuple[frozenset[int], ...] = ()
-    stderr: Path | None = None
-    secret: Secret = field(default=NO_SECRET, repr=False)
-    node_rank: int = 0
-
-    @property
-    def run_secret(self) -> Secret:
-        """The secret of this --rdzv-id alone.
-
-        Nothing signed in another run with the same secret is accepted.
-        """
-        if self.secret:
-            return self.secret.derive(f"run {self.run_id}")
-        return self.secret

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 # Private to torch: its Muon has no public functions for one matrix.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from lockstep.distributed.exchange import assign_owners, gather_rows, scatter_rows
+from lockstep.distributed.rows import assign_owners, gather_rows, scatter_rows
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, embeddings, matched
 from lockstep.tensors import is_dtensor, local_of

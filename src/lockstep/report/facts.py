@@ -27,8 +27,9 @@ from lockstep.config.secrets import is_secret_name, mask, printable
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError, StorageError
 from lockstep.report.curves import Curve
-from lockstep.report.goodput import EVALUATION, LOADING, SAVES, TRAINING, Goodput, duration, goodput, waits
+from lockstep.report.goodput import Goodput, duration, goodput, waits
 from lockstep.run_state import RunState, Selection
+from lockstep.timeline import EVALUATION, LOADING, SAVES, TRAINING
 
 __all__ = [
     "RunFacts",

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError
+from lockstep.files import cache_folder
 from lockstep.models.hf import repeated_blocks
 from lockstep.models.hf_heads import TEXTS, HubClassifier, HubEncoder, text_logits
 from lockstep.task import Task
 from lockstep.tasks.columns import class_labels, find_column, fingerprint_of, names_of
 from lockstep.tasks.images import DTYPES
-from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, HubTable, open_table
 
 __all__ = [
@@ -188,7 +188,7 @@ def make(config: Config, say: Say) -> TextClassification:
     if not name:
         raise DataError("--task classification needs data; set --dataset-name (csv, json, parquet, or OWNER/NAME)")
     flag = f"--dataset-name {name}"
-    cache = cache_of(config)
+    cache = cache_folder(config.data.cache)
     chosen = data.subset, data.split, data.revision, data.text_column, data.encoding
     request = DataRequest(name, *chosen, skip=data.skip)
     table = open_table(request, data.evaluation, cache / "tables", say)

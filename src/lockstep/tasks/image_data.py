@@ -25,8 +25,8 @@ from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.data.found import FoundFiles
 from lockstep.errors import ConfigError, DataError
+from lockstep.files import cache_folder
 from lockstep.tasks.columns import class_labels, digits, find_column, parted
-from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, open_table, table_files
 
 __all__ = [
@@ -348,7 +348,11 @@ def _faults(root: Path, files: list[str]) -> dict[str, str]:
 
     with ThreadPoolExecutor(_READERS) as pool:
         reasons = itertools.chain.from_iterable(pool.map(check, batches))
-        return {file: reason for file, reason in zip(files, reasons, strict=True) if reason}
+        faults = dict(zip(files, reasons, strict=True))
+    for file in files:
+        if not faults[file]:
+            del faults[file]
+    return faults
 
 
 def _fault(path: Path) -> str:
@@ -399,7 +403,7 @@ def _table(config: Config, say: Say) -> ImageData:
     flag = f"--dataset-name {config.dataset_name}"
     chosen = data.subset, data.split, data.revision, "", data.encoding
     request = DataRequest(config.dataset_name, *chosen, skip=data.skip)
-    table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
+    table = open_table(request, data.evaluation, cache_folder(config.data.cache) / "tables", say)
     image = find_column(table.kinds, data.image_column, "Image", ("image", "img"), flag, "--data.image-column")
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
     classes, labels = class_labels(table, label, flag)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
+from lockstep.files import cache_folder
 from lockstep.models.hf import repeated_blocks
 from lockstep.models.hf_heads import IMAGES, HubClassifier, image_logits
 from lockstep.models.timm import TimmModel
@@ -29,7 +30,6 @@ from lockstep.task import Task
 from lockstep.tasks.columns import fingerprint_of, names_of
 from lockstep.tasks.image_data import DIGITS, ImageData, Raw, open_images
 from lockstep.tasks.image_mixing import mixing, rand_augment
-from lockstep.tasks.language_model import cache_of
 
 __all__ = [
     "DTYPES",
@@ -90,7 +90,9 @@ def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_s
             )
         return _built_in(config, len(classes), channels, config.images.size or own_size or _SIZE)
     if name.startswith("timm:"):
-        source = TimmModel(name.removeprefix("timm:"), classes=len(classes), cache=cache_of(config), say=say)
+        source = TimmModel(
+            name.removeprefix("timm:"), classes=len(classes), cache=cache_folder(config.data.cache), say=say
+        )
         return ImageModel(
             partial(source.build, pretrained=model_config.pretrained, dropout=model_config.dropout),
             _plain,
@@ -135,7 +137,7 @@ def _hub(config: Config, classes: Sequence[str], say: Say) -> ImageModel:
         classes=classes,
         revision=model_config.revision,
         trust_remote_code=model_config.trust_remote_code,
-        cache=cache_of(config),
+        cache=cache_folder(config.data.cache),
         say=say,
     )
     dtype = DTYPES.get(config.precision, torch.float32)

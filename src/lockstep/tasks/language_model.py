@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config, is_auto
 from lockstep.errors import ConfigError
-from lockstep.files import default_cache
+from lockstep.files import cache_folder
 from lockstep.models.chunked_loss import IGNORED, chunk_of, summed_cross_entropy
 from lockstep.models.gpt import GPT, ContextReach, Further, GPTConfig, further_logits, generate, plain_logits
 from lockstep.models.hf import (
@@ -49,7 +49,6 @@ __all__ = [
     "CausalLM",
     "HubCausalLM",
     "Sampling",
-    "cache_of",
     "corpus_for",
     "hub_task",
     "loss_inside",
@@ -536,7 +535,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
     """
     name = config.model_name
     model_config = config.model
-    cache = cache_of(config)
+    cache = cache_folder(config.data.cache)
     quantization = quantization_of(config)
     if quantization:
         quantization.check()
@@ -622,7 +621,7 @@ def corpus_for(
         raise ConfigError("--seq-len 1 leaves a block nothing to predict; use 2 or more, or --data.packing stream")
     if data.packing == "documents" and config.attention == "flash":
         raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; use auto")
-    cache = cache_of(config)
+    cache = cache_folder(config.data.cache)
     trusts = config.model.trust_remote_code
     if config.tokenizer:
         tokenizer = named_tokenizer(config.tokenizer, trusts, cache, say)
@@ -676,13 +675,6 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
     packing = Packing("stream" if is_open[0] else scheme, length, *rest)
     other = Packing(prompt_scheme, prompt_length if prompt_scheme in ("padded", "documents") else length, *rest)
     return packing, None if other == packing else other
-
-
-def cache_of(config: Config) -> Path:
-    """Return the folder of prepared data."""
-    if config.data.cache:
-        return Path(config.data.cache).expanduser()
-    return default_cache()
 
 
 def _sources(revisions: Mapping[str, str]) -> dict[str, str]:

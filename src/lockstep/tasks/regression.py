@@ -20,10 +20,10 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError
+from lockstep.files import cache_folder
 from lockstep.models.vision import MLP
 from lockstep.task import Task
 from lockstep.tasks.columns import diabetes, find_column, parted
-from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, HubTable, open_table
 
 __all__ = [
@@ -231,7 +231,7 @@ def make(config: Config, say: Say) -> Regression:
         raise DataError(f"{flag}: unknown; the built-in table is {DIABETES}")
     else:
         request = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding, skip=data.skip)
-        table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
+        table = open_table(request, data.evaluation, cache_folder(config.data.cache) / "tables", say)
         if not data.feature_columns:
             _check_others(table, flag, say)
         target, features = _choose_columns(table.kinds, config, flag)

@@ -36,8 +36,9 @@ from lockstep.guards.nonfinite import ReadStep
 from lockstep.guards.samples import loading_failures
 from lockstep.logging import Sinks
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
-from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
+from lockstep.report.goodput import waits
 from lockstep.run_state import RunningSums, RunState
+from lockstep.timeline import EVALUATION, SAVES, Timeline
 from lockstep.training.build import RunParts
 from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors, settle_uploads

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.config.schema import Config
-from lockstep.diagnose.profile.verdict import FILE
 from lockstep.distributed import failures
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.records import Best, EvaluationRecord, Step, check_log, float_of
+from lockstep.records import VERDICT_FILE, Best, EvaluationRecord, Step, check_log, float_of
 from lockstep.training.session import Session
 from lockstep.training.trainer import Training, run_training
 
@@ -316,9 +315,9 @@ def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
     if run.is_main:
         folder = result.folder / "profile" / f"{first_step}-{last_step}"
         shutil.rmtree(result.folder / "checkpoints", ignore_errors=True)
-        if not (folder / FILE).is_file():
+        if not (folder / VERDICT_FILE).is_file():
             raise LockstepError(f"the profile has no verdict; see the warnings in {result.folder}/logs")
         # On a terminal the run's own lines have shown it.
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
-            print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
+            print(json.loads((folder / VERDICT_FILE).read_text(encoding="utf-8"))["sentence"])
     return result.exit_code

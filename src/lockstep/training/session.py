@@ -23,8 +23,8 @@ from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.logging import Sinks
 from lockstep.records import Best, EvaluationRecord, Step
-from lockstep.report.goodput import Timeline
 from lockstep.run_state import RunState
+from lockstep.timeline import Timeline
 from lockstep.training.build import RunParts
 from lockstep.training.selection import Criterion, select_value
 

@@ -34,8 +34,8 @@ from lockstep.logging.jsonl import tail
 from lockstep.logging.log import close_log, open_log
 from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
-from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
+from lockstep.timeline import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.training.build import BuildRequest, LockFacts, RunParts, build_together, notify, remote_run
 from lockstep.training.components import (
     StepComponents,

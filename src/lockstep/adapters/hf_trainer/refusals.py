@@ -144,7 +144,7 @@ torch_compile_mode | refused | torch's default mode is taken: leave it out
 use_liger_kernel | refused | it changes the model: apply it to the model yourself, before the Trainer is made
 liger_kernel_config | refused | apply it to the model yourself, before the Trainer is made
 neftune_noise_alpha | refused | add the noise in the model's forward, or leave it out
-auto_find_batch_size | refused | set per_device_train_batch_size; lockstep.find_micro_batch finds one
+auto_find_batch_size | refused | set per_device_train_batch_size; `lockstep plan` computes what fits
 eval_delay | refused | evaluations begin with the first eval_steps: leave it out
 eval_on_start | refused | call trainer.evaluate() before, or leave it out
 batch_eval_metrics | refused | compute_metrics gets the whole set: leave it out

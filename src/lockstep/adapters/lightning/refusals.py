@@ -58,7 +58,7 @@ WAYS = {
     "WeightAveraging": "EMAWeightAveraging is served, and so is the config's optim.ema",
     "GradientAccumulationScheduler": "a step has one size: set accumulate_grad_batches",
     "LearningRateFinder": "examples/find_lr.py shows how to try rates",
-    "BatchSizeFinder": "lockstep.find_micro_batch(config, task) does it",
+    "BatchSizeFinder": "`lockstep plan` computes the largest micro-batch that fits",
     "SpikeDetection": "the config's guards.spike does it",
     "Timer": "send the run a signal, or let the queue do it: it saves and goes on later",
 }

@@ -27,10 +27,11 @@ from lockstep.data.stream_mixture import MixtureSource, reader_of
 from lockstep.data.streams import Lanes, StreamSource
 from lockstep.engines.blocks import find_blocks
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.files import cache_folder
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.task import Task, as_task
-from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, quantization_of
+from lockstep.tasks.language_model import CausalLM, HubCausalLM, loss_inside, quantization_of
 from lockstep.tasks.prepare import trained_size
 from lockstep.training.agreement import check_stream, make_dataset
 from lockstep.training.evaluation import sets_by_name
@@ -211,7 +212,7 @@ def _of_hub(config: Config, say: Say) -> Subject:
         config.model_name,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
-        cache=cache_of(config),
+        cache=cache_folder(config.data.cache),
         say=say,
     )
     vocabulary = trained_size(config.tokenizer) or source.vocab_size

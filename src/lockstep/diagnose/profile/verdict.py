@@ -18,9 +18,9 @@ from lockstep.diagnose.profile.parts import parted
 from lockstep.diagnose.profile.reading import HEADING, Operation, ProfileTrace, top
 from lockstep.diagnose.profile.within import within
 from lockstep.files import write_whole
+from lockstep.records import VERDICT_FILE
 
 __all__ = [
-    "FILE",
     "ProfileVerdict",
     "judged",
 ]
@@ -261,7 +261,6 @@ def _round(number: float) -> int:
 
 
 _COMPUTE = "compute"
-FILE = "verdict.json"
 # Compute to exchange: the rule of thumb for training on several devices.
 _RULE = 10.0
 # Share of a step: from there on, by the same rule, the exchange holds the training back.
@@ -356,7 +355,7 @@ class ProfileVerdict:
         Raises:
             OSError: it cannot be written.
         """
-        write_whole(folder / FILE, (json.dumps(self.as_json(), indent=1) + "\n").encode())
+        write_whole(folder / VERDICT_FILE, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
 
 def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:

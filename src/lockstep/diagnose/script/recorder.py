@@ -26,7 +26,7 @@ import torch
 
 from lockstep.clock import Clock, StepMarks, make_clock
 from lockstep.diagnose.profile.tracing import StepTrace, peak_memory
-from lockstep.report.goodput import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
+from lockstep.timeline import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
 from lockstep.trace.events import find_rank
 from lockstep.training.run_dir import describe_process, write_description
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from lockstep.distributed import collectives
-from lockstep.distributed.exchange import assign_owners, gather_rows
+from lockstep.distributed.rows import assign_owners, gather_rows
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
 from lockstep.engines.closure import Alone

@@ -3,19 +3,18 @@
 watch()         # at the start of a process; costs nothing if torch is never imported
 """
 
-import contextlib
 import importlib
 import importlib.abc
 import importlib.util
-import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
+
+from lockstep.interrupts import keep_interrupts
 
 __all__ = [
-    "keep_interrupts",
     "watch",
 ]
 
@@ -23,38 +22,6 @@ __all__ = [
 # Of `lockstep trace`: the listener's module, and the modules that it hooks once they are imported.
 _HOOKS = "lockstep.trace.record.hooks"
 _MODULES = ("torch", "accelerate.accelerator", "deepspeed.runtime.engine")
-
-
-@contextlib.contextmanager
-def keep_interrupts() -> Iterator[None]:
-    """Raise the KeyboardInterrupt that an import within has lost.
-
-    One that comes while torch imports numpy is cleared in C; one within an extension module becomes an ImportError.
-    Another thread than the main one, and a handler of the user's own, are left alone.
-    """
-    handler = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not handler:
-        yield
-        return
-    interrupts: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
-        handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    except Exception as error:
-        if interrupts:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        # A handler that the import itself has set stays.
-        if signal.getsignal(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, handler)
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 def watch(hooks: str = _HOOKS, modules: Iterable[str] = _MODULES) -> None:
