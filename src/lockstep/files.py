@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from lockstep.errors import ConfigError, StorageError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
 
 __all__ = [
     "bytes_text",
@@ -31,6 +31,8 @@ __all__ = [
     "default_cache",
     "import_fsspec",
     "limit_s3_tries",
+    "printable",
+    "refusal_error",
     "replace_file",
     "retry_io",
     "storage_error",
@@ -204,3 +206,28 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def printable(text: str, limit: int = 300) -> str:
+    """Escape control characters, which could drive a terminal; cut to `limit` characters."""
+    line = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[: limit + 1]
+    )
+    if len(line) <= limit:
+        return line
+    return line[: limit - 3] + "..."
+
+
+def refusal_error(error: OSError) -> LockstepError:
+    """Return the error for a refusal of the file system: file, reason, way out."""
+    if silent := storage_error(error):
+        return silent
+    if error.filename:
+        file = printable(str(error.filename))
+    else:
+        file = "the checkpoint's folder"
+    return CheckpointError(
+        f"{file}: {error.strerror or error}; check the free space and the permissions there, and that every node "
+        "sees the same --save-dir"
+    )

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
-from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.format import read_manifest
 from lockstep.clock import HostClock
 from lockstep.config.fields import is_url
@@ -39,6 +38,7 @@ from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Sequential, order_from
 from lockstep.data.shard_order import Geometry, own_order, place_order
 from lockstep.distributed import collectives
+from lockstep.distributed.agreement import LONG, on_all_ranks
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -526,7 +526,8 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     if objects != stored:
         expected, actual = (", ".join(sorted(names)) or "nothing" for names in (objects, stored))
         raise CheckpointError(f"{path} has {actual} besides an engine, not {expected}; pass the same objects")
-    tensors = await_all_ranks(world, lambda: _allocate(path, tuple(f"{name}/" for name in plain)))  # collective
+    # Collective.
+    tensors = on_all_ranks(world, lambda: _allocate(path, tuple(f"{name}/" for name in plain)), signs=LONG)
     engine = what[_ENGINE].state_dict() if _ENGINE in what else {}
     # Every rank reads its own parts of each tensor.
     checkpoint.load(path, engine | tensors, world, verified=True)  # collective

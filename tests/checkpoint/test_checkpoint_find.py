@@ -12,8 +12,8 @@ from states import differing, full, sharded, zeros
 from lockstep import checkpoint
 from lockstep.checkpoint import files, find
 from lockstep.checkpoint.check import data_files
-from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.format import Manifest
+from lockstep.distributed.agreement import LONG, on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
 
@@ -145,7 +145,7 @@ def fails_late(world, folder):
             raise OSError(13, "Permission denied", str(folder / "file"))
 
     with pytest.raises(CheckpointError if world.rank else PeerError, match=r"file: Permission denied") as found:
-        await_all_ranks(world, action)
+        on_all_ranks(world, action, signs=LONG)
     assert found.value.exit_code == 2
     return time.monotonic() - began
 
@@ -159,7 +159,7 @@ def is_lost(world, folder):
     if world.rank:
         os._exit(9)
     with pytest.raises(PeerError, match="rank 0 lost the other ranks"):
-        await_all_ranks(world, lambda: time.sleep(2 * IMPATIENT))
+        on_all_ranks(world, lambda: time.sleep(2 * IMPATIENT), signs=LONG)
     (folder / "told").touch()
 
 

@@ -7,7 +7,8 @@ from toys import Ragged, fit, parts, train
 
 import lockstep
 from lockstep.config.schema import Config
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
 
 

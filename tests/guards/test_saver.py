@@ -22,8 +22,8 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint import files, saver, write
 from lockstep.checkpoint import write as writing
-from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.layout import in_file_order, share_out
+from lockstep.distributed.agreement import LONG, Signs, on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import CheckpointError, LockstepError
@@ -670,10 +670,10 @@ def test_interrupted_rank_does_not_report_its_end():
 
     world, heard = Telling(size=2), []
     world.told = []
-    assert await_all_ranks(world, lambda: 7, progress=lambda: 3, on_progress=heard.append) == 7
+    assert on_all_ranks(world, lambda: 7, signs=Signs(progress=lambda: 3, on_progress=heard.append)) == 7
     assert (world.told, heard) == ([[3, [None, None]]], [[3, 0]])
     with pytest.raises(KeyboardInterrupt):
-        await_all_ranks(world, interrupted)
+        on_all_ranks(world, interrupted, signs=LONG)
     for thread in threading.enumerate():
         if thread.name == "lockstep-signs":
             thread.join()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lockstep.checkpoint.files import OnRead, file_damage, printable
+from lockstep.checkpoint.files import OnRead, file_damage
 from lockstep.checkpoint.format import INDEX, MANIFEST, Manifest, read_manifest, read_state, stored_as
 from lockstep.checkpoint.grid import Grid
 from lockstep.checkpoint.layout import (
@@ -26,7 +26,7 @@ from lockstep.checkpoint.layout import (
     read_rank_index,
 )
 from lockstep.errors import CheckpointError, StorageError
-from lockstep.files import retry_io
+from lockstep.files import printable, retry_io
 
 __all__ = [
     "DataSource",

@@ -16,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkpoint.check import StoredTensor, attached, is_marked, read_contents, verify_data
-from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.foreign import open_foreign, select_names
 from lockstep.checkpoint.format import itemsize, read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, save, verify
 from lockstep.checkpoint.stored import open_run
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError, DifferenceError
-from lockstep.files import bytes_text
+from lockstep.files import bytes_text, printable
 
 __all__ = ["import_weights", "run"]
 

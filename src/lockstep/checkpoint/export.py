@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
+from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.foreign import write_dcp
 from lockstep.checkpoint.format import CODES, itemsize, read_run_state, step_of
 from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, evaluated_of, open_tensors
@@ -30,7 +30,7 @@ from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
-from lockstep.files import bytes_text, default_cache, storage_error
+from lockstep.files import bytes_text, default_cache, printable, refusal_error, storage_error
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder

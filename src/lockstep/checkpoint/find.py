@@ -27,15 +27,15 @@ from lockstep.checkpoint.check import (
     index_files,
     resume_problems,
 )
-from lockstep.checkpoint.files import await_results, printable
 from lockstep.checkpoint.format import MANIFEST, STATE, Manifest, read_manifest, read_state, step_name
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.store import discard, list_steps, path_of
 from lockstep.checkpoint.stored import StoredFiles
+from lockstep.distributed.agreement import LONG, Signs, gather_results
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.files import bytes_text
+from lockstep.files import bytes_text, printable
 
 __all__ = ["find_newest", "find_resume"]
 
@@ -79,8 +79,9 @@ def find_resume(
     if path is None:
         return None
     if downloaded and remote:
-        await_results(world, lambda: remote.download_records(folder) if world.is_main else None)  # collective
-    return path, await_results(world, lambda: read_state(path) if world.is_main else {})[0]  # collective
+        # Collective.
+        gather_results(world, lambda: remote.download_records(folder) if world.is_main else None, signs=LONG)
+    return path, gather_results(world, lambda: read_state(path) if world.is_main else {}, signs=LONG)[0]  # collective
 
 
 def find_newest(folder: Path, world: World, say: Say, remote: RemoteRun | None = None) -> Path | None:
@@ -97,7 +98,7 @@ def _steps(folder: Path, world: World, remote: RemoteRun | None) -> tuple[list[i
         here = list_steps(folder) if world.leads_folder else []
         return here, remote.steps() if remote and world.is_main else []
 
-    replies = await_results(world, read)  # collective
+    replies = gather_results(world, read, signs=LONG)  # collective
     there = replies[0][1]
     return sorted({*there, *(step for here, _ in replies for step in here)}), there
 
@@ -131,7 +132,7 @@ def _newest_stored(
     """
     assert remote
     drop = partial(_drop_others, remote, folder, remote_steps)
-    await_results(world, lambda: drop() if world.leads_folder else None)  # collective
+    gather_results(world, lambda: drop() if world.leads_folder else None, signs=LONG)  # collective
     for step in reversed(steps):
         path = path_of(folder, step)
         problems = [f"it was not uploaded, and each node has only its part: not in {remote.url}"]
@@ -171,7 +172,8 @@ def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
         documents = [*index_files(manifest), STATE] if world.is_main else []
         return resume_problems(Path(step_name(step)), manifest) or remote.verify(step, [*names, *documents])
 
-    return sorted({problem for problems in await_results(world, check) for problem in problems})  # collective
+    # Collective.
+    return sorted({problem for problems in gather_results(world, check, signs=LONG) for problem in problems})
 
 
 def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> bool:
@@ -185,9 +187,10 @@ def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> 
             return _copy_documents(remote, folder, step)
         return False
 
-    fresh: bool = await_results(world, copy)[0]  # collective
+    fresh: bool = gather_results(world, copy, signs=LONG)[0]  # collective
     path = path_of(folder, step)
-    await_results(world, lambda: attach(path, StoredFiles(remote, step, read_manifest(path))))  # collective
+    # Collective.
+    gather_results(world, lambda: attach(path, StoredFiles(remote, step, read_manifest(path))), signs=LONG)
     return fresh
 
 
@@ -220,21 +223,24 @@ def _download(remote: RemoteRun, folder: Path, step: int, world: World, say: Say
             return [str(error)]
         return []
 
-    problems: list[str] = await_results(world, download)[0]  # collective
+    problems: list[str] = gather_results(world, download, signs=LONG)[0]  # collective
     return problems
 
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:
     """Return what is wrong with the checkpoint, the same on every rank; [] if nothing."""
-    problems, checksum = await_results(world, lambda: _quick_check(path, world))[0]  # collective
+    problems, checksum = gather_results(world, lambda: _quick_check(path, world), signs=LONG)[0]  # collective
     if problems:
         return list(problems)
     reading = _ReadProgress(path, world, say)
-    damage = await_results(  # collective
-        world, lambda: _read(path, checksum, world, reading), progress=lambda: reading.bytes, on_progress=reading.report
+    damage = gather_results(  # collective
+        world,
+        lambda: _read(path, checksum, world, reading),
+        signs=Signs(progress=lambda: reading.bytes, on_progress=reading.report),
     )
     problems = sorted(problem for lines in damage for problem in lines)
-    return problems or list(await_results(world, lambda: _check_all_contents(path, world))[0])  # collective
+    # Collective.
+    return problems or list(gather_results(world, lambda: _check_all_contents(path, world), signs=LONG)[0])
 
 
 def _quick_check(path: Path, world: World) -> tuple[list[str], str]:

@@ -29,11 +29,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.files import parse_json, printable, read_file, refusal_error
+from lockstep.checkpoint.files import parse_json, read_file
 from lockstep.checkpoint.format import CODES, JSON_LIMIT, MANIFEST, dtype_name
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.read import Differences, advise_drop, list_names
 from lockstep.errors import CheckpointError
+from lockstep.files import printable, refusal_error
 from lockstep.tensors import as_bytes, local_of
 
 __all__ = [

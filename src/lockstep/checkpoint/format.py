@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import xxhash
 
-from lockstep.checkpoint.files import parse_json, printable, read_file
+from lockstep.checkpoint.files import parse_json, read_file
 from lockstep.errors import CheckpointError
+from lockstep.files import printable
 from lockstep.run_state import RunState
 
 __all__ = [

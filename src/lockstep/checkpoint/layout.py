@@ -19,13 +19,13 @@ import xxhash
 # Private: torch has no public test for tensors that wrap others.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lockstep.checkpoint.files import parse_json, printable, read_file
+from lockstep.checkpoint.files import parse_json, read_file
 from lockstep.checkpoint.format import CODES, INDEX, JSON_LIMIT, dtype_name, is_known, is_size, itemsize
 from lockstep.checkpoint.grid import Grid, Slice, grid_of
 from lockstep.distributed.rows import assign_owners
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.files import retry_io
+from lockstep.files import printable, retry_io
 from lockstep.tensors import is_dtensor, local_of
 
 __all__ = [

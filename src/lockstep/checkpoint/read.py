@@ -31,13 +31,13 @@ from lockstep.checkpoint.check import (
     index_files,
     read_contents,
 )
-from lockstep.checkpoint.files import await_all_ranks, printable
 from lockstep.checkpoint.format import PAIRS, STATE, dtype_name, itemsize, read_manifest
 from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
 from lockstep.checkpoint.write import bytes_of
+from lockstep.distributed.agreement import LONG, on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.files import retry_io
+from lockstep.files import printable, retry_io
 from lockstep.tensors import local_of
 
 __all__ = [
@@ -91,11 +91,12 @@ def load(
         PeerError: the same on another rank.
     """
     everybody = world or World()
-    contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified, leave))  # collective
+    # Collective.
+    contents = on_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified, leave), signs=LONG)
     # A rank whose folder has all files must take part too, because the download is collective.
     if world and any(world.gather(attached(path) is not None)):
         _fetch_whole(path, tensors, contents, world)  # collective
-    await_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
+    on_all_ranks(everybody, lambda: _fill_all(path, tensors, contents), signs=LONG)  # collective
 
 
 def _check_files(
@@ -248,7 +249,7 @@ def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[st
                 if source and total[name] >= source.size(name) // 2:
                     source.fetch(name, path / name)
 
-    await_all_ranks(world, fetch)  # collective
+    on_all_ranks(world, fetch, signs=LONG)  # collective
 
 
 def _bytes_needed(tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> dict[str, int]:

@@ -29,12 +29,12 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
+from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import JSON_LIMIT, MANIFEST, Manifest, dump, read_manifest, step_name, step_of
 from lockstep.checkpoint.store import path_of
 from lockstep.config.secrets import mask
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
-from lockstep.files import bytes_text, import_fsspec, limit_s3_tries, sync, write_whole
+from lockstep.files import bytes_text, import_fsspec, limit_s3_tries, printable, refusal_error, sync, write_whole
 
 __all__ = ["RECORDS", "RemoteRun", "Say"]
 

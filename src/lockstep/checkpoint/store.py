@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.check import is_marked, verify
-from lockstep.checkpoint.files import printable, refusal_error, remove
+from lockstep.checkpoint.files import remove
 from lockstep.checkpoint.format import read_run_state, read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
 from lockstep.checkpoint.write import save, write_share
-from lockstep.files import retry_io, sync
+from lockstep.files import printable, refusal_error, retry_io, sync
 
 __all__ = [
     "clean",

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.check import attach, detach
-from lockstep.checkpoint.files import parse_json, printable
+from lockstep.checkpoint.files import parse_json
 from lockstep.checkpoint.format import CODES, INDEX, STATE, Manifest, itemsize, step_name, step_of, stored_as
 from lockstep.checkpoint.layout import SliceEntry
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.store import path_of
 from lockstep.config.fields import check_folder, is_url
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.files import printable
 
 __all__ = ["DOCUMENTS", "StoredFiles", "open_run", "open_runs", "remote_of"]
 

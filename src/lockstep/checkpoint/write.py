@@ -33,11 +33,13 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.check import not_finite_line, verify
-from lockstep.checkpoint.files import await_all_ranks, await_results, remove, write_file
+from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import FORMAT, INDEX, MANIFEST, STATE, Manifest, dtype_name, dump, step_name, stored_as
 from lockstep.checkpoint.layout import Share, TensorPiece, data_name, in_file_order, share_out
+from lockstep.distributed.agreement import LONG, Signs, gather_results, on_all_ranks
+from lockstep.distributed.outcomes import compare
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, compare
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import bytes_text, retry_io, sync
 from lockstep.tensors import host_bytes, not_finite
@@ -291,7 +293,7 @@ def save(
             inspection, and its manifest marks it as unusable for a resume.
         PeerError: the same, on a rank other than this one.
     """
-    share = await_all_ranks(world, lambda: share_out(tensors, world))  # collective
+    share = on_all_ranks(world, lambda: share_out(tensors, world), signs=LONG)  # collective
     return write_share(folder, step, share, state, world, engine=engine, exempt=exempt)
 
 
@@ -321,8 +323,8 @@ def write_share(
     bad = sorted({name for _, _, names, _ in shares for name in names})
     watch = _SaveWatch(final, step, [host for *_, host in shares], world)
     begin = partial(_begin, final, state, total, replace=bool(world.leads))
-    names = await_results(  # collective
-        world, lambda: begin() if world.leads_folder else None, on_wait=watch.report
+    names = gather_results(  # collective
+        world, lambda: begin() if world.leads_folder else None, signs=Signs(on_wait=watch.report)
     )
     temporary = names[leads[world.rank]]
     if temporary is not None:
@@ -350,10 +352,10 @@ def _write_new(
     final = watch.final
     temporary = final.parent / name
     try:
-        shares = await_results(  # collective
+        shares = gather_results(  # collective
             world,
             lambda: [_write_share(temporary, share, world.rank), len(share.pieces), share.aliases],
-            on_wait=watch.report,
+            signs=Signs(on_wait=watch.report),
         )
         files = {}
         for mapping, _, _ in shares:
@@ -371,15 +373,15 @@ def _write_new(
             index = _index(share, aliases, [count for _, count, _ in shares])
             return _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index}, visible)
 
-        documents = await_all_ranks(  # collective
-            world, lambda: finish() if world.is_main else {}, on_wait=watch.report
+        documents = on_all_ranks(  # collective
+            world, lambda: finish() if world.is_main else {}, signs=Signs(on_wait=watch.report)
         )
         if world.leads:
             # Each node's folder gets the same documents.
             documents = world.broadcast(documents)
             copies = world.leads_folder and not world.is_main
             copy = partial(_finish_copy, temporary, final, documents)
-            await_all_ranks(world, lambda: copy() if copies else None, on_wait=watch.report)  # collective
+            on_all_ranks(world, lambda: copy() if copies else None, signs=Signs(on_wait=watch.report))  # collective
     except BaseException:
         # Also after Ctrl-C: half a checkpoint is useless.
         if world.leads_folder:

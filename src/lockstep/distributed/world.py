@@ -48,19 +48,15 @@ from lockstep.distributed.launcher import (
     listen,
 )
 from lockstep.distributed.membership import check_store, forget_lost_peers, lost_peers
+from lockstep.distributed.outcomes import compare, outcome, results
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
     "World",
-    "compare",
-    "gather_results",
     "meeting_point",
     "meeting_store",
-    "on_all_ranks",
-    "outcome",
-    "results",
 ]
 
 
@@ -728,80 +724,6 @@ def _check_alike(check: Check, values: list[Any]) -> None:
     except LockstepError as error:
         error.shared = not error.relayed
         raise
-
-
-def compare(subject: str, ranks: list[dict[str, Any]]) -> None:
-    """Raise LockstepError unless all ranks gathered equal values; see `World.check_same`."""
-    for rank, values in enumerate(ranks):
-        keys = [key for key in ranks[0] if values.get(key) != ranks[0].get(key)]
-        if keys:
-            differences = ", ".join(f"{key} ({ranks[0].get(key)!r} on rank 0, {values.get(key)!r})" for key in keys)
-            raise LockstepError(
-                f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
-            )
-
-
-def outcome(value: Any, error: Exception | None) -> list[Any]:
-    """Return what a rank sends about an action.
-
-    Returns:
-        [value, None], or [None, [message, exit code, smaller size]] for an error.
-    """
-    if error is None:
-        return [value, None]
-    return [None, [str(error) or type(error).__name__, getattr(error, "exit_code", 1), getattr(error, "smaller", 0)]]
-
-
-def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
-    """Return the values of all outcomes. Raises `error`, or a PeerError about the first failed."""
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(outcomes):
-        if failure:
-            message, code, smaller = failure
-            problem = PeerError(f"{rank_label(rank)}: {message}")
-            problem.exit_code = code
-            problem.relayed = True
-            problem.smaller = smaller
-            raise problem
-    return [value for value, _ in outcomes]
-
-
-def gather_results(world: World, action: Callable[[], T]) -> list[T]:
-    """Run `action`, and return all ranks' results in rank order. Collective.
-
-    Raises on every rank if the action failed on one.
-
-    Args:
-        action: returns a JSON value.
-    """
-    value = None
-    error = None
-    try:
-        value = action()
-    except Exception as problem:
-        error = problem
-    # All ranks: one whose action failed still joins, so that none waits.
-    return world.gather_checked(value, error)  # collective
-
-
-def on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Run `action`, and return its result once it succeeded on all ranks; else raise. Collective.
-
-    In `World.together` return it at once: the next gather raises the errors of the others.
-    """
-    if world.is_deferring:
-        return action()
-    result = None
-    error = None
-    try:
-        result = action()
-    except Exception as problem:
-        error = problem
-    # All ranks: one whose action failed still joins, so that none waits.
-    world.check(error)  # collective
-    # The check raised if the action failed, so there is a result.
-    return result  # type: ignore[return-value]
 
 
 def meeting_point() -> tuple[str, int, bool]:

@@ -19,13 +19,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.files import refusal_error
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.buffers import unmoved
 from lockstep.errors import LockstepError
-from lockstep.files import retry_io, write_whole
+from lockstep.files import refusal_error, retry_io, write_whole
 from lockstep.records import StepRecord, fill_numbers, flatten_numbers
 from lockstep.transforms.batchnorm import normalised_alone
 from lockstep.transforms.precision import eager

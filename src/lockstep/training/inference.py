@@ -30,8 +30,9 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
 from lockstep.config.task_options import LANGUAGE, OWN, kind_of
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.launcher import end_with_launcher
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.logging.console import perplexity, waiting
 from lockstep.logging.jsonl import plain

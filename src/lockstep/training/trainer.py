@@ -16,15 +16,15 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
-from lockstep.checkpoint.files import await_results
 from lockstep.checkpoint.store import list_steps
 from lockstep.config.schema import Config
 from lockstep.distributed import failures
+from lockstep.distributed.agreement import LONG, gather_results, on_all_ranks
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
 from lockstep.distributed.membership import Member, translate_errors
 from lockstep.distributed.progress import COMPUTING, IN_BODY, mark_running
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.memory import explained
 from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError
 from lockstep.guards.nonfinite import Rollback, read_skips
@@ -350,7 +350,7 @@ def _read_evaluation(folder: RunFolder, world: World) -> EvaluationRecord | None
             return next((record for record in reversed(records) if "evaluation/loss" in record), {})
         return {}
 
-    record = await_results(world, read)[0]  # collective
+    record = gather_results(world, read, signs=LONG)[0]  # collective
     if not record:
         return None
     prefix = "evaluation/"
@@ -391,7 +391,7 @@ def _lock(outputs: RunOutputs, built: RunParts) -> None:
     try:
         # Collective with a URL: the store is checked before the folder is made.
         open_uploads(outputs, built)
-        devices, skipped = zip(*await_results(built.world, lock), strict=True)  # collective
+        devices, skipped = zip(*gather_results(built.world, lock, signs=LONG), strict=True)  # collective
     except BaseException as error:
         close_uploads(outputs, error)
         built.setup.folder.release()

@@ -25,8 +25,9 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.distributed import spawn
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.spawn import RankFailure
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.training.start.named_task import load_task
 from lockstep.verify import certificate

@@ -21,8 +21,9 @@ from lockstep import checkpoint
 from lockstep.clock import make_clock
 from lockstep.config.schema import Config
 from lockstep.data.batches import StepLoader
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.exchange import StepExchange
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.registry import options_for
 from lockstep.files import write_whole

@@ -40,7 +40,8 @@ from lockstep.data.loader import collate_draws, draws, generators_kept, seed_eve
 from lockstep.data.rows import rows_of
 from lockstep.data.sampler import EpochOrder, Sequential, within
 from lockstep.data.stream_types import refuse_divided
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
 from lockstep.task import Order

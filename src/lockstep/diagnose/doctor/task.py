@@ -22,8 +22,9 @@ from lockstep.adapters.lightning.convert import configured
 from lockstep.config.task_options import LIGHTNING
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
 from lockstep.diagnose.doctor.workers import memory_growth
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.exchange import StepExchange
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder

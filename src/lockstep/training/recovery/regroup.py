@@ -24,9 +24,10 @@ from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
 from lockstep.config.schema import Config
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.exchange import REGROUP, StepExchange
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.registry import engine_class, explain_no_replica, name_of, undo_step
 from lockstep.errors import PeerError
 from lockstep.guards.startup import program

@@ -22,7 +22,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lockstep.checkpoint.files import await_results
 from lockstep.config import cli
 from lockstep.config.schema import SPANS, Config, flag, lookup, nearest_divisor
 from lockstep.data.batches import Batches
@@ -32,8 +31,9 @@ from lockstep.data.stream_batches import StreamBatches, StreamData
 from lockstep.data.stream_mixture import MixtureSource
 from lockstep.data.streams import StreamSource
 from lockstep.distributed import collectives
+from lockstep.distributed.agreement import LONG, gather_results, on_all_ranks
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.contents import KEY, Contents, alike, check_contents, digest
 from lockstep.guards.samples import RetryingDataset
@@ -393,7 +393,7 @@ def exchange_first_facts(
 
     # Ranks with different settings would train different models; report that first.
     world.check_same("configuration", values)
-    ranks = await_results(world, own_facts)  # collective
+    ranks = gather_results(world, own_facts, signs=LONG)  # collective
     if errors:
         raise errors[0]
     names, fast, places, tokens, sizes, ids = zip(*ranks, strict=True)

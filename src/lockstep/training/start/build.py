@@ -27,8 +27,9 @@ from lockstep.data.groups import GroupOrder, TokenGroups, grouped_order
 from lockstep.data.sampler import SizedOrder
 from lockstep.data.shard_order import training_order
 from lockstep.data.stream_batches import StreamData
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.membership import Member
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.gradient_norms import GradientNorms
 from lockstep.engines.memory import explained

@@ -24,7 +24,8 @@ from lockstep.config.schema import Config
 from lockstep.config.schema import flag as flag_of
 from lockstep.data.batches import Batches
 from lockstep.data.loader import blamed
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
 from lockstep.engines.registry import check_copies, make_engine, model_init, name_of

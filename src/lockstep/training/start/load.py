@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
-from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.format import read_manifest
 from lockstep.checkpoint.read import check_fits, evaluated_of, list_names
 from lockstep.config.fields import is_url
 from lockstep.distributed import collectives
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import LONG, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.ema import without_average
 from lockstep.engines.registry import load_weights
 from lockstep.errors import CheckpointError, ConfigError
@@ -94,7 +94,7 @@ def check_init_from(built: RunParts) -> None:
     if any(world.gather(on_all_ranks(world, lambda: _check_foreign(built, is_given)))):
         return
     built.init_source = source, _ = find_weights(built.config, world, notify(world))  # collective
-    await_all_ranks(world, lambda: _check_run(built, source))  # collective
+    on_all_ranks(world, lambda: _check_run(built, source), signs=LONG)  # collective
 
 
 def _load_init_from(built: RunParts) -> None:
@@ -203,7 +203,7 @@ def _load_foreign(built: RunParts, drop: InitDrop) -> None:
             fill(source, match, _model_tensors(state))
             return f"{source.kind}: {match}"
 
-    line = await_all_ranks(built.world, load)  # collective
+    line = on_all_ranks(built.world, load, signs=LONG)  # collective
     load_weights(built.engine, without_average(state))
     _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(drop, state))
 

@@ -20,7 +20,8 @@ from lockstep.checkpoint.read import check_fits
 from lockstep.config.fields import is_url
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.ddp import listed
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject, is_within

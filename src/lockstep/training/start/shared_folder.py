@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.distributed.agreement import gather_results, on_all_ranks
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, gather_results, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.files import create_file
 from lockstep.training.state.run_dir import RunFolder

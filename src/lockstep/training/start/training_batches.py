@@ -13,8 +13,9 @@ from lockstep.data.loader import blamed, generators_kept, seed_everything
 from lockstep.data.shard_order import place_order
 from lockstep.data.stream_batches import StreamBatches
 from lockstep.data.streams import lanes_of
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.balance import Balancer
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.run_state import RunState
 from lockstep.seeds import derive

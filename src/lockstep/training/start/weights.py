@@ -19,7 +19,8 @@ from lockstep.checkpoint.read import AVERAGE, averages_of, evaluated_of, open_te
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config.fields import is_url, local_dir
 from lockstep.config.schema import Config
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.model_init import unexpanded
 from lockstep.errors import CheckpointError
 from lockstep.training.start.shared_folder import find_folders

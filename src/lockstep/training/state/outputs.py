@@ -10,8 +10,8 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from lockstep.checkpoint.files import await_all_ranks, await_results
 from lockstep.checkpoint.upload import Uploader
+from lockstep.distributed.agreement import LONG, gather_results, on_all_ranks
 from lockstep.logging import Sinks
 from lockstep.timeline import Timeline
 from lockstep.training.state.parts import RunParts, notify
@@ -74,7 +74,7 @@ def open_uploads(outputs: RunOutputs, built: RunParts, *, force: bool = False) -
         return uploader.token
 
     try:
-        token = await_results(world, claim)[0]  # collective
+        token = gather_results(world, claim, signs=LONG)[0]  # collective
     except BaseException:
         if uploader and not uploader.is_running:
             outputs.uploader = None
@@ -91,7 +91,7 @@ def upload_rest(outputs: RunOutputs, built: RunParts) -> None:
     open_uploads(outputs, built)
     if missing := settle_uploads(outputs.uploader, built):
         _LOG.warning("%s", missing)
-    await_all_ranks(built.world, lambda: close_uploads(outputs, None))  # collective
+    on_all_ranks(built.world, lambda: close_uploads(outputs, None), signs=LONG)  # collective
 
 
 def settle_uploads(uploader: Uploader | None, built: RunParts) -> str:
@@ -102,9 +102,9 @@ def settle_uploads(uploader: Uploader | None, built: RunParts) -> str:
     settle = uploader.settle if uploader else str
     # Rank 0 goes first, to remove what is in the way of the others, and last, to complete their checkpoints.
     if world.leads:
-        await_results(world, settle)  # collective
-        await_results(world, lambda: "" if world.is_main else settle())  # collective
-    missing: str = await_results(world, lambda: settle() if world.is_main else "")[0]  # collective
+        gather_results(world, settle, signs=LONG)  # collective
+        gather_results(world, lambda: "" if world.is_main else settle(), signs=LONG)  # collective
+    missing: str = gather_results(world, lambda: settle() if world.is_main else "", signs=LONG)[0]  # collective
     return missing
 
 

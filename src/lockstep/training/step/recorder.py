@@ -25,9 +25,10 @@ from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE, EVALUATED
 from lockstep.clock import Clock, trace_mark
 from lockstep.diagnose.profile.tracing import peak_memory
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.ema import averaged
 from lockstep.engines.registry import name_of

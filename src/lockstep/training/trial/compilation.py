@@ -14,8 +14,9 @@ from torch import nn
 
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, StepPlan
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError

@@ -23,8 +23,9 @@ from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.loader import blamed, generators_kept
 from lockstep.data.stream_batches import StreamBatches
+from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.membership import translate_errors
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.fsdp.forwards import same_units
 from lockstep.engines.memory import is_out_of_memory
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
@@ -263,7 +264,8 @@ def measure(
         if samples is None:
             break
         # The default argument binds this round's samples; mypy cannot infer its type.
-        result = trial.attempt(lambda samples=samples: [*_measurement(samples, compute)])  # type: ignore[misc]  # collective
+        # Collective.
+        result = trial.attempt(lambda samples=samples: [*_measurement(samples, compute)])  # type: ignore[misc]
         if result is None:
             break
         rows, needs_graph = result

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.fsdp.forwards import equal_forwards, same_units
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
