@@ -120,7 +120,7 @@ def _begun(world):
     made.load_state_dict(plain.state_dict())
     state = states(made, world, "model/", "average/")
     same = [torch.equal(t, state[n.replace("average/", "model/")]) for n, t in state.items() if n[:3] == "ave"]
-    masters = plain.engine.masters
+    masters = plain.inner.masters
     masters._flat._zero.swap_optimizer = True
     try:
         EMAEngine(plain, TASK.model(), DECAY, masters)
