@@ -7,6 +7,9 @@
 
 It is the package's own starter with a test's manners: warnings are errors, and a failure shows tracebacks. A hang is a
 failure, and no process outlives its test.
+
+Every call forks new ranks, so that no test finds what another left behind. A start costs 60 ms of CPU for each rank,
+which is all that a pool of warm ranks would save. Imports cost seconds, so the server makes them (`_LIBRARIES`).
 """
 
 import os
@@ -14,6 +17,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from lockstep.distributed.spawn import RankFailure, start
 
@@ -33,6 +38,9 @@ _PRELOADED = (
     *("pytest", "hypothesis", "lockstep.training.trainer", "lockstep.verify.worker", "lockstep.training.run"),
     *("lockstep.engines.ddp", "lockstep.engines.zero", "lockstep.engines.fsdp.engine"),
 )
+# DeepSpeed imports MLflow and pandas, and its engine the compiler: three seconds of each rank. Accelerate, and so the
+# Trainer, imports it where it is installed.
+_DEEPSPEED = ("deepspeed", "torch._inductor.compile_fx")
 # Where the tests that were collected load one of these, the server does so too: one to two seconds of each rank.
 _LIBRARIES = {
     "transformers": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
@@ -40,6 +48,8 @@ _LIBRARIES = {
     "peft": ("peft",),
     "bitsandbytes": ("bitsandbytes",),
     "lightning": ("lightning.pytorch",),
+    "lockstep.engines.deepspeed.engine": _DEEPSPEED,
+    "accelerate": _DEEPSPEED,
 }
 
 
@@ -73,7 +83,9 @@ def forget_exact_runs() -> None:
 
 
 def _libraries() -> list[str]:
-    return [module for library, modules in _LIBRARIES.items() if library in sys.modules for module in modules]
+    found = [module for library, modules in _LIBRARIES.items() if library in sys.modules for module in modules]
+    # DeepSpeed chooses its device at its import, and a server's next ranks may want another.
+    return [module for module in found if module != "deepspeed" or not torch.cuda.is_available()]
 
 
 def _plain(world: Any, say: Callable[[], None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
