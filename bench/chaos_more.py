@@ -288,7 +288,7 @@ def r27(bench):
     for resumes in (False, True):
         out, elsewhere = Path(bench.out().name), bench.out()
         elsewhere.mkdir()
-        fault = {"rank": 1, "at": "lockstep.training.start.build:_shared_config", "do": "chdir", "path": str(elsewhere)}
+        fault = {"rank": 1, "at": "lockstep.training.start.build:build_together", "do": "chdir", "path": str(elsewhere)}
         with contextlib.chdir(bench.data):
             if resumes:
                 bench.keep(launch(bench.data, out, "--stop-at", "5"))

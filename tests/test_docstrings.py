@@ -147,12 +147,12 @@ def test_the_calls_in_docstrings_fit():
 
 def test_a_call_that_does_not_fit_is_found():
     module = importlib.import_module("lockstep.distributed.world")
-    text = "A thing.\n\n    world = World.join(wait=3)      or so\n    world.gather()\n    on_all_ranks(world)\n"
+    text = "A thing.\n\n    world = World.join(wait=3)      or so\n    world.gather()\n    meeting_store(0)\n"
     text += "    two words"
     reader = Reader(module)
     found = [each for statements in code(text) for each in reader.read(statements)]
     assert [(call.partition("(")[0], why is not None) for call, why in found] == [
         ("World.join", True),
         ("world.gather", True),
-        ("on_all_ranks", True),
+        ("meeting_store", True),
     ]

@@ -222,7 +222,7 @@ def test_a_rank_is_lost_within_a_rollback(data, tmp_path, rank):
     flags = (*FOUR, "--guards.nonfinite", "rollback")
     quiet = launch(data, tmp_path / "quiet", *flags, faults=bad, processes=3)
     assert quiet.code == 0, quiet.said
-    kill = {"rank": rank, "at": "lockstep.training.start.build:build", "do": "kill", "call": 2}
+    kill = {"rank": rank, "at": "lockstep.training.start.build:build_together", "do": "kill", "call": 2}
     run = launch(data, tmp_path / "lost", *flags, faults=[*bad, kill], processes=3, losses=8)
     assert run.code == 0, run.said
     assert run.mark()[:3] == quiet.mark()[:3]
@@ -257,7 +257,7 @@ def test_new_process_that_differs_is_refused_and_fails_nothing(data, tmp_path):
 def test_new_process_that_ends_at_its_start_is_replaced(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
-        {"rank": 1, "at": "lockstep.training.start.build:build", "do": "kill", "replaced": 1},
+        {"rank": 1, "at": "lockstep.training.start.build:build_together", "do": "kill", "replaced": 1},
     ]
     flags = (*FOUR, "--max-steps", "100")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
