@@ -280,7 +280,8 @@ class OwnLoopLoader:
         """
         epoch, first_step = self._start
         batches = self._load_from(Origin(first_step, epoch * self._epochs.size))
-        plan, steps = batches.step_plan, batches.from_step(first_step + self._done)
+        plan = batches.step_plan
+        steps = batches.from_step(first_step + self._done)
         items_per_sample = self._each
         constant = (lambda step: items_per_sample * plan.samples(step)) if items_per_sample else None
         exchange = StepExchange(self._world, steps.items, constant, plan.steps)  # collective

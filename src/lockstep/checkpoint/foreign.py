@@ -381,7 +381,8 @@ def _dcp_metadata(path: Path, label: str) -> Any:
 
 
 def _open_dcp(path: Path) -> ForeignWeights:
-    label, dcp = printable(str(path)), importlib.import_module("torch.distributed.checkpoint")
+    label = printable(str(path))
+    dcp = importlib.import_module("torch.distributed.checkpoint")
     metadata = _dcp_metadata(path, label)
     entries = dict(metadata.state_dict_metadata)
     forms = {

@@ -460,7 +460,8 @@ def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str
     """
     if not share.pieces:
         return {}
-    pieces, data = in_file_order(share.pieces), data_name(rank)
+    pieces = in_file_order(share.pieces)
+    data = data_name(rank)
     return {data: retry_io(lambda: write_file(temporary / data, _safetensors(pieces)))}
 
 

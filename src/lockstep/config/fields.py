@@ -114,7 +114,8 @@ def suggest_fields(
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        original, field_names = kind.__init__, [spec.name for spec in dataclasses.fields(cast(Any, kind))]
+        original = kind.__init__
+        field_names = [spec.name for spec in dataclasses.fields(cast(Any, kind))]
 
         @functools.wraps(original)
         def init(self: Any, *values: Any, **fields: Any) -> None:

@@ -79,7 +79,8 @@ class SideStream:
         if self._stream is None:
             # torch gives the constructors and methods of streams and events no types, here and below.
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        computing, copies = torch.cuda.current_stream(self._device), list[Tensor]()
+        computing = torch.cuda.current_stream(self._device)
+        copies = list[Tensor]()
 
         def tensor(value: Tensor) -> Tensor:
             # Such a tensor cannot be pinned.

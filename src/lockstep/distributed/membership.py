@@ -421,7 +421,8 @@ class Member:
         else:
             answer_key = f"{self._keys}/members/{self.generation + 1}"
         here = "new" if self.is_new else f"here/{self.generation + 1}"
-        answers, waits_since = list[str](), [time.monotonic()]
+        answers = list[str]()
+        waits_since = [time.monotonic()]
 
         def ask() -> None:
             # The launcher is gone: the caller reports that there is no answer.

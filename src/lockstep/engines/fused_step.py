@@ -20,7 +20,8 @@ __all__ = ["fused_step"]
 _KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW)
 _UNUSUAL = ("amsgrad", "capturable", "differentiable")
 _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-_IS_SPARSE, _KIND = attrgetter("is_sparse"), attrgetter("dtype", "device")
+_IS_SPARSE = attrgetter("is_sparse")
+_KIND = attrgetter("dtype", "device")
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 

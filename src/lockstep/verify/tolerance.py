@@ -102,7 +102,8 @@ class Tolerance:
             second: the reference's running mean of squared gradients, if the optimizer has one.
             scales: of this step.
         """
-        flat, moments = expected.reshape(-1), None if second is None else second.reshape(-1)
+        flat = expected.reshape(-1)
+        moments = None if second is None else second.reshape(-1)
         unbiased = 1.0 - scales.beta2 ** (step + 1)
         if moments is None:
             typical = 0.0

@@ -267,7 +267,8 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
         # A scheduler that exists already has changed `lr`; `initial_lr` is the user's.
         options["lr"] = group.get("initial_lr", group["lr"])
         groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
-    optimizer_class, accepts = type(optimizer), inspect.signature(type(optimizer)).parameters
+    optimizer_class = type(optimizer)
+    accepts = inspect.signature(type(optimizer)).parameters
     defaults = {key: option for key, option in optimizer.defaults.items() if key in accepts}
 
     def make(model: nn.Module) -> Optimizer:

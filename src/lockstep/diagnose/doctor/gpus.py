@@ -281,7 +281,8 @@ def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
 def judge_gpus(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Find processes outside this run that use its devices' memory; report each device once."""
     pids = {fact["pid"] for fact in facts if fact}
-    findings, uuids = [], set[str]()
+    findings = []
+    uuids = set[str]()
     for rank, fact in enumerate(facts):
         for index, name, memory_used, processes, uuid in fact["gpus"] if fact else []:
             # Several ranks of a node may have queried the same device.

@@ -61,7 +61,8 @@ def largest(
         room: bytes.
         points: (size, bytes) of sizes that need not be candidates, for a better first guess.
     """
-    bytes_by_size, fitting = dict(points), dict[int, bool]()
+    bytes_by_size = dict(points)
+    fitting = dict[int, bool]()
 
     def fits(place: int) -> bool:
         size = candidates[place]

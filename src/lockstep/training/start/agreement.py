@@ -369,7 +369,8 @@ def exchange_first_facts(
         LockstepError: the configurations differ, `check_first` fails, or rank 0 cannot write the token.
     """
     values = cli.flatten(config)
-    name, errors = values.pop("experiment_name"), list[LockstepError]()
+    name = values.pop("experiment_name")
+    errors = list[LockstepError]()
 
     def own_facts() -> list[Any]:
         check_first()

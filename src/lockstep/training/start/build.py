@@ -159,7 +159,8 @@ def build_together(
         # With a URL each node has its own folder; otherwise all ranks share one.
         shares = resume and not is_url(config.save_dir)
         facts = exchange_first_facts(config, world, stack if shares else None, request.check_first)  # collective
-        requested, say = facts.config, notify(world)
+        requested = facts.config
+        say = notify(world)
         folder = RunFolder(requested.local_dir, requested.experiment_name)
         remote = remote_run(requested)
         source = None

@@ -195,7 +195,8 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
 
 def _load_foreign(built: RunParts, drop: InitDrop) -> None:
     """Load weights that another library saved, each rank its part. Collective."""
-    state, path = built.engine.state_dict(), Path(built.config.init_from).expanduser()
+    state = built.engine.state_dict()
+    path = Path(built.config.init_from).expanduser()
 
     def load() -> str:
         with open_foreign(path) as source:

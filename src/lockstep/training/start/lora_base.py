@@ -81,7 +81,8 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
     if not base.base:
         _check_trained(config, task, source, say)
     if source:
-        modules, drop = base.modules_to_save, init_drop(config, task)
+        modules = base.modules_to_save
+        drop = init_drop(config, task)
         # Modules that an earlier start trained are in its checkpoint.
         leave = lambda name: is_within(name, modules) or (not stored and drop.matches(name))  # noqa: E731
         label = "" if stored else f"--init-from {config.init_from}"

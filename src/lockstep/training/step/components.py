@@ -251,7 +251,8 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     step_plan = built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     profiler = StepProfiler(built, make_clock(world.device, world.size), step_loader)
-    clock, seed = profiler.clock, seeder(config.seed, "micro", world.device)
+    clock = profiler.clock
+    seed = seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
         seconds = clock.spent()

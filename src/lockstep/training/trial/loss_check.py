@@ -177,7 +177,9 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     except Exception:
         # The collation may refuse so few samples.
         return None
-    samples, halves, problem = (half, count - half), (first_half, second_half), ""
+    samples = (half, count - half)
+    halves = (first_half, second_half)
+    problem = ""
     if is_random and task is not None:
         cut = cut_rows(batch, samples, task)
         halves = cut or halves
