@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lockstep.verify.request import Difference, RunSpec, listed
+from lockstep.verify.request import Difference, TrainingSpec, listed
 from lockstep.verify.tolerance import Scales, Tolerance, unit_roundoff
 
 __all__ = ["Traces", "first_difference", "traces_of"]
@@ -67,7 +67,7 @@ class Traces:
                     yield rank, slot, expected[slot["micro"]]
 
 
-def traces_of(spec: RunSpec, reference: dict[str, Any], ranks: list[dict[str, Any]]) -> Traces:
+def traces_of(spec: TrainingSpec, reference: dict[str, Any], ranks: list[dict[str, Any]]) -> Traces:
     """Collect the traces of a finished run for `first_difference`."""
     last_step = len(reference["steps"]) - 1
     config = spec.request.config

@@ -31,9 +31,9 @@ __all__ = [
     "Difference",
     "Fault",
     "FaultContext",
-    "RunSpec",
     "Seed",
     "TableRow",
+    "TrainingSpec",
     "VerifyRequest",
     "VerifyTable",
     "combine",
@@ -215,7 +215,7 @@ class VerifyRequest:
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class TrainingSpec:
     """Run of one combination.
 
     Attributes:
@@ -291,25 +291,25 @@ def refusal(combination: Combination, config: Config) -> str | None:
     return None
 
 
-def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compiled: bool) -> list[RunSpec]:
+def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compiled: bool) -> list[TrainingSpec]:
     """Return the spec of the single process; in exact mode also of the compiled one.
 
     Compiled and eager code give different bits.
     """
     planted = fault if fault.everywhere else Fault()
-    specs = [RunSpec("reference", REFERENCE, request, folder, "", fault=planted)]
+    specs = [TrainingSpec("reference", REFERENCE, request, folder, "", fault=planted)]
     if compiled and request.config.exact:
-        specs.append(RunSpec("reference-compiled", _COMPILED, request, folder, "", fault=planted))
+        specs.append(TrainingSpec("reference-compiled", _COMPILED, request, folder, "", fault=planted))
     return specs
 
 
-def disturbed_spec(request: VerifyRequest, folder: Path, fault: Fault) -> RunSpec:
+def disturbed_spec(request: VerifyRequest, folder: Path, fault: Fault) -> TrainingSpec:
     """Return the spec of a single process with differently rounded sums.
 
     It measures the effect of rounding.
     """
     planted = fault if fault.everywhere else Fault()
-    return RunSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
+    return TrainingSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
 
 
 def run_spec(
@@ -319,7 +319,7 @@ def run_spec(
     fault: Fault,
     coarsest: str,
     measured: tuple[float, ...] = (),
-) -> RunSpec:
+) -> TrainingSpec:
     """Return the spec of a combination's run.
 
     Args:
@@ -340,7 +340,7 @@ def run_spec(
         tolerance = tolerance_of(
             request.config, combination.world_size, coarsest, other_kernels=eager, measured=measured
         )
-    return RunSpec(combination.key, combination, request, folder, reference, tolerance, planted)
+    return TrainingSpec(combination.key, combination, request, folder, reference, tolerance, planted)
 
 
 # Shares from here on are shown in per cent.

@@ -40,8 +40,8 @@ from lockstep.verify.request import (
     Combination,
     Difference,
     Fault,
-    RunSpec,
     TableRow,
+    TrainingSpec,
     VerifyRequest,
     VerifyTable,
     combine,
@@ -85,14 +85,14 @@ class Executor(Protocol):
     is_main: bool
     world_size: int
 
-    def run(self, specs: Sequence[RunSpec]) -> None:
+    def run(self, specs: Sequence[TrainingSpec]) -> None:
         """Run specs of one world size in order.
 
         Raises:
             RankFailure: for the first that fails.
         """
 
-    def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
+    def log_operations(self, spec: TrainingSpec, step: int, name: str) -> None:
         """See `worker.log_operations`."""
 
     def close(self) -> None:
@@ -117,10 +117,10 @@ class LocalExecutor:
         self.folder = folder
         self._config = config
 
-    def run(self, specs: Sequence[RunSpec]) -> None:
+    def run(self, specs: Sequence[TrainingSpec]) -> None:
         self._start(run_rank, specs[0].combination.world_size, list(specs))
 
-    def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
+    def log_operations(self, spec: TrainingSpec, step: int, name: str) -> None:
         self._start(log_operations, 1, spec, step, name)
 
     def close(self) -> None:
@@ -146,10 +146,10 @@ class TorchrunExecutor:
         # All ranks: a node that does not see the folder ends the job before a run starts.
         on_all_ranks(world, lambda: _check_visible(self.folder))
 
-    def run(self, specs: Sequence[RunSpec]) -> None:
+    def run(self, specs: Sequence[TrainingSpec]) -> None:
         self._do(lambda world: run_rank(world, _silent, specs), one_process=specs[0].combination.world_size == 1)
 
-    def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
+    def log_operations(self, spec: TrainingSpec, step: int, name: str) -> None:
         self._do(lambda world: log_operations(world, _silent, spec, step, name), one_process=True)
 
     def close(self) -> None:
@@ -411,7 +411,7 @@ class Verification:
         hidden = spec.tolerance.relative(self._request.steps - 1)
         return TableRow(combination, verdict, (largest[0], largest[1]), difference, hidden=hidden)
 
-    def _spec(self, combination: Combination) -> RunSpec:
+    def _spec(self, combination: Combination) -> TrainingSpec:
         coarsest = self._reference["coarsest"]
         folder = self._executor.folder
         return run_spec(self._request, combination, folder, self._fault, coarsest, self._measured)
@@ -634,7 +634,7 @@ def _title(request: VerifyRequest) -> str:
     )
 
 
-def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
+def _explain(difference: Difference, spec: TrainingSpec, executor: Executor) -> str:
     """Explain a difference between two runs of the single process: the task is nondeterministic.
 
     Two more processes record every operation of the first step that differs, unless its data or its state after the

@@ -42,13 +42,13 @@ from lockstep.training.trial.trial_state import marks_of, preserve_state, unsave
 from lockstep.verify.operations import OperationLog
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
-from lockstep.verify.request import FaultContext, RunSpec, Seed
+from lockstep.verify.request import FaultContext, Seed, TrainingSpec
 from lockstep.verify.wrappers import Disturbed, PreparedTask, reversed_steps
 
 __all__ = ["log_operations", "read_trace", "run_rank"]
 
 
-def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -> None:
+def run_rank(world: World, say: Callable[..., None], specs: Sequence[TrainingSpec]) -> None:
     """Run the specs in order, and write this rank's trace of each."""
     (specs[0].folder / "traces").mkdir(exist_ok=True)
     for spec in specs:
@@ -68,7 +68,7 @@ def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | Non
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-def log_operations(world: World, say: Callable[..., None], spec: RunSpec, step: int, name: str) -> None:
+def log_operations(world: World, say: Callable[..., None], spec: TrainingSpec, step: int, name: str) -> None:
     """Write every operation of `step`, in order, to `folder/name.json`.
 
     It locates the cause if a task is nondeterministic.
@@ -89,7 +89,7 @@ def _path(folder: Path, key: str, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def _eager_random_numbers(spec: RunSpec) -> Iterator[None]:
+def _eager_random_numbers(spec: TrainingSpec) -> Iterator[None]:
     """Make compiled code draw eager random numbers, if compared with an eager run."""
     if not spec.combination.compiled or spec.reference != "reference":
         yield
@@ -102,7 +102,7 @@ def _eager_random_numbers(spec: RunSpec) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, Any]:
+def _trace(world: World, say: Callable[..., None], spec: TrainingSpec) -> dict[str, Any]:
     """Run one spec and return this rank's trace."""
     request = spec.request
     fault = spec.fault
@@ -182,7 +182,12 @@ def _kept(built: RunParts) -> list[str]:
 
 
 def _run_steps(
-    built: RunParts, recorder: StepRecorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
+    built: RunParts,
+    recorder: StepRecorder,
+    spec: TrainingSpec,
+    context: FaultContext,
+    end: int,
+    say: Callable[..., None],
 ) -> None:
     """Run and record the steps up to `end`."""
     assert context.step_loader is not None
@@ -229,7 +234,7 @@ def _seed(built: RunParts) -> Seed:
     return seeder(built.config.seed, "micro", built.world.device)
 
 
-def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> RunParts:
+def _build(spec: TrainingSpec, world: World, context: FaultContext, name: str) -> RunParts:
     """Build the parts of the run in a folder away from the user's."""
     base = spec.request.config
     engine = spec.combination.engine
@@ -252,7 +257,7 @@ def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Run
         return build_together(config, spec.fault.task(task, context), world, None, BuildRequest(cut=FIXED))
 
 
-def _task(spec: RunSpec, config: Config) -> Task:
+def _task(spec: TrainingSpec, config: Config) -> Task:
     if spec.request.task is None:
         task = make_task(config, lambda _: None)
     else:
@@ -261,7 +266,7 @@ def _task(spec: RunSpec, config: Config) -> Task:
     return PreparedTask(as_task(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 
 
-def _reference(spec: RunSpec) -> ReferenceWriter | ReferenceComparer:
+def _reference(spec: TrainingSpec) -> ReferenceWriter | ReferenceComparer:
     if not spec.reference:
         return ReferenceWriter(TensorStore(spec.folder / spec.key), spec.request.steps)
     trace = read_trace(spec.folder, spec.reference, 1)
