@@ -319,7 +319,6 @@ def test_r4_a_full_disk_leaves_the_checkpoints_before(data, small):
     assert not list((run.folder / "checkpoints").glob(".step-*"))
 
 
-@pytest.mark.slow
 def test_r4_one_failed_save_does_not_end_the_run(data, tmp_path, whole):
     fault = {"rank": 0, "step": 4, "at": WRITE, "do": "raise", "error": "OSError", "errno": 28}
     run = launch(data, tmp_path, faults=[fault])
@@ -430,7 +429,6 @@ def test_r10_ranks_that_start_unlike_each_other_are_refused(data, tmp_path, key)
     assert not (run.folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_r9_uneven_work_is_told_with_the_counts(data, tmp_path):
     at = "lockstep.distributed.exchange:StepExchange.__init__"
     fault = {"rank": 1, "at": at, "do": "argument", "position": 4, "value": 9}
