@@ -575,7 +575,7 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     """Train; after each step record, check, evaluate, run the loop's body and save.
 
     Args:
-            report: notifies the launcher that the others can continue without this rank, once all groups are made.
+        report: notifies the launcher that the others can continue without this rank, once all groups are made.
     """
     # A save moves `built.start`, so keep its value.
     start_step = built.start
