@@ -247,9 +247,9 @@ def _build_and_train(spec: RunSpec, status: RunStatus) -> Training:
     if ranks.member and ranks.member.is_new:
         yield from _join(spec, status, ranks.member)
     while status.name in ("new", "running"):
-        _free_parts(status)
-        # Free it before the next one is made.
+        # Before the collection: hooks of an engine make cycles of the model, which must go before the next one is made.
         status.model = None
+        _free_parts(status)
         world = ranks.world
         assert world is not None
         try:
