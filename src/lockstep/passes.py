@@ -143,7 +143,7 @@ class StepControl:
         momentum: step -> momentum of every parameter group; None: unchanged.
         audit: observes each micro-batch's loss and backward.
         kernels: (step, micro-batch) -> the context of its forward, compiled or eager; see
-            `training.build_engine.choose_kernels`.
+            `training.trial.compilation.choose_kernels`.
         before_passes: (step, this rank's micro-batches) -> None; called at the start of a step.
         before_update: called before the engine's update changes anything.
         check_empty: (step, micro-batch) -> None; checks the batch without items that a micro-batch replaces.

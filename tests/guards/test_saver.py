@@ -20,9 +20,10 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint import files, saver, write
+from lockstep.checkpoint import saver, write
 from lockstep.checkpoint import write as writing
 from lockstep.checkpoint.layout import in_file_order, share_out
+from lockstep.distributed import agreement
 from lockstep.distributed.agreement import LONG, Signs, on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.engines.optimizer_step import OptimizerStep
@@ -151,7 +152,7 @@ def hangs(world, folder, victim):
         return real(path, chunks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_SIGN", 0.05)
+        patch.setattr(agreement, "_SIGN", 0.05)
         patch.setattr(writing, "_SLOW", 0.3)
         if world.rank == victim:
             patch.setattr(writing, "write_file", slow)

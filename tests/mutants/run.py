@@ -68,7 +68,11 @@ TABLE = [
         "verify/*.py distributed/spawn.py",
         "verify/*.py test_world_sizes.py test_distributed_helper.py",
     ),
-    ("exchange", "distributed/exchange.py", f"distributed/*.py {GUARDS} {WHOLE}"),
+    (
+        "exchange",
+        "distributed/exchange.py distributed/rows.py distributed/agreement.py distributed/outcomes.py",
+        f"distributed/*.py checkpoint/*.py test_muon.py test_engine_muon.py {GUARDS} {WHOLE}",
+    ),
     ("recorder", "training/step/recorder.py", WHOLE),
     (
         "run",

@@ -73,7 +73,7 @@ class DataSource(Protocol):
     """Place of the data files that a checkpoint's folder lacks.
 
     Attributes:
-            problems: what is wrong there by the files' sizes, a line each.
+        problems: what is wrong there by the files' sizes, a line each.
     """
 
     problems: list[str]

@@ -131,7 +131,7 @@ def file_damage(path: Path, size: int, checksum: str | None, on_read: OnRead = l
         on_read: called with the number of bytes of each block read, for progress.
 
     Raises:
-            StorageError: the storage does not respond, so nothing is known of the file.
+        StorageError: the storage does not respond, so nothing is known of the file.
     """
     try:
         return retry_io(lambda: _difference(path, size, checksum, on_read))

@@ -1,4 +1,4 @@
-"""Run an action on every rank: all go on with it, or all raise its error.
+"""Run an action on every rank, and raise on all of them if it fails on one.
 
     path = on_all_ranks(world, open_folder)                 # its result, once it succeeded everywhere
     paths = gather_results(world, open_folder)              # the results of all ranks
@@ -41,9 +41,10 @@ def _ignore(counts: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Signs of life of an action that may take longer than the timeout, and who hears them.
+    """Functions to call while an action runs that may take longer than the timeout.
 
-    A thread sends them, and calls the functions. No other thread may use the world's group meanwhile.
+    A thread calls them. Every few seconds it gathers with the other ranks, so that they see this rank is alive. No
+    other thread may use the world's group meanwhile.
 
     Attributes:
         progress: returns how much of the action is done, in any unit.
@@ -56,6 +57,7 @@ class Signs:
     on_wait: Callable[[list[int]], None] = _ignore
 
 
+# For an action that may take long, and reports no progress.
 LONG = Signs()
 
 

@@ -209,7 +209,7 @@ def is_lost_peer(error: BaseException, *, in_collective: bool = False) -> bool:
     """Whether torch raised `error` because another rank is gone, or did not respond in time.
 
     Args:
-            in_collective: a call of a collective raised it; else the traceback shows where it was raised.
+        in_collective: a call of a collective raised it; else the traceback shows where it was raised.
     """
     if not in_collective and not _raised_in_collective(error):
         return False

@@ -164,9 +164,9 @@ class RankProgress(NamedTuple):
     """The activity of a process, its step, and when it began.
 
     Attributes:
-            step: steps done before the activity: the 0-based step at work, or the count that is saved or evaluated.
-            phase: a description.
-            since: start of the activity, in seconds since 1970.
+        step: steps done before the activity: the 0-based step at work, or the count that is saved or evaluated.
+        phase: a description.
+        since: start of the activity, in seconds since 1970.
     """
 
     step: int

@@ -42,7 +42,7 @@ class Job:
         least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
         shares: the cores of each process, by local rank; () if they are not bound.
         stderr: folder for a file of each rank's standard error; None: it is the launcher's.
-            secret: of the launchers of several nodes; `run_secret` signs what they send each other.
+        secret: of the launchers of several nodes; `run_secret` signs what they send each other.
         node_rank: --node-rank, for messages; 0 where none was given.
     """
 

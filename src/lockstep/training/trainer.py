@@ -247,9 +247,9 @@ def _build_and_train(spec: RunSpec, status: RunStatus) -> Training:
     if ranks.member and ranks.member.is_new:
         yield from _join(spec, status, ranks.member)
     while status.name in ("new", "running"):
-        _free_parts(status)
-        # Free it before the next one is made.
+        # Before the collection: hooks of an engine make cycles of the model, which must go before the next one is made.
         status.model = None
+        _free_parts(status)
         world = ranks.world
         assert world is not None
         try:
@@ -575,7 +575,7 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     """Train; after each step record, check, evaluate, run the loop's body and save.
 
     Args:
-            report: notifies the launcher that the others can continue without this rank, once all groups are made.
+        report: notifies the launcher that the others can continue without this rank, once all groups are made.
     """
     # A save moves `built.start`, so keep its value.
     start_step = built.start

@@ -329,7 +329,7 @@ def _hash(tensor: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(host_bytes(tensor.detach().cpu()))
 
 
-# --- shared run folder
+# --- the first exchange
 
 
 class FirstFacts(NamedTuple):

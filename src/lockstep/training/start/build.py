@@ -79,13 +79,13 @@ from lockstep.training.state.trained_set import check_in_optimizer, restore_init
 from lockstep.training.trial.compilation import try_compile
 from lockstep.training.trial.loss_check import check_loss, is_cut, load_places_together
 from lockstep.training.trial.task_check import (
-    Trial,
     check_auditable,
     check_auditable_loss,
     check_task,
     load_trial_samples,
     restore_findings,
 )
+from lockstep.training.trial.trial import Trial
 from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
 from lockstep.transforms.precision import is_double, task_in_precision

@@ -22,7 +22,7 @@ class InitDrop:
 
     Attributes:
         patterns: as `reaches` takes them.
-            origin: the flag or method that defines them.
+        origin: the flag or method that defines them.
     """
 
     patterns: tuple[str, ...]

@@ -249,7 +249,7 @@ def accept_contents(
     Args:
         path: the run's folder.
         digests: of this start, by label; see `guards.contents`.
-            compares: False: only store the digests that the state lacks.
+        compares: False: only store the digests that the state lacks.
 
     Returns:
         A line if a change is accepted.

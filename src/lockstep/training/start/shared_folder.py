@@ -26,6 +26,9 @@ __all__ = [
     "write_token",
 ]
 
+# Seconds. A network file system may show a new file late.
+_READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)
+
 
 class Token(NamedTuple):
     """A temporary file of rank 0 in the run's folder, or in its nearest parent.
@@ -145,7 +148,3 @@ def _sees_token(path: Path, token: str, above: int) -> bool:
             if file.read_bytes() == token.encode():
                 return True
     return False
-
-
-# Seconds. A network file system may show a new file late.
-_READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)

@@ -32,7 +32,7 @@ def balancer_of(
     """Make the balancer of `--shares auto`; None if there is nothing to balance.
 
     Args:
-            costs: step -> the costs of its micro-batches; None if the task does not know it.
+        costs: step -> the costs of its micro-batches; None if the task does not know it.
         state: of the run; a resume starts with the speeds in it.
     """
     count = config.micro_batches

@@ -1,1 +1,1 @@
-"""State of a run by lifetime: what was asked for, its parts, its status, and its folder."""
+"""State of a run, divided by how long each part lives: what was asked for, its parts, its status, and its folder."""

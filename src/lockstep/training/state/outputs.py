@@ -1,4 +1,4 @@
-"""Hold where a run writes its records, and upload its folder.
+"""Hold the sinks, the timeline and the uploader of a run, and upload its folder.
 
 outputs = RunOutputs()
 open_uploads(outputs, built)        # to the run's URL, if it has one

@@ -1,4 +1,4 @@
-"""Hold a run by lifetime, and give a task's hooks access to it.
+"""Hold the state of a run, divided by how long each part lives, and give a task's hooks access to it.
 
     spec = RunSpec(config, task, world)     # what the caller gave: it never changes
     status = RunStatus.of(spec)             # what changes while the run goes on; `status.built` has its parts

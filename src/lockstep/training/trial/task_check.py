@@ -57,7 +57,6 @@ from lockstep.transforms.determinism import autotuned, pin_compiler
 from lockstep.whole_step import check_outputs
 
 __all__ = [
-    "Trial",
     "check_auditable",
     "check_auditable_loss",
     "check_task",

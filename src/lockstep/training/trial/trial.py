@@ -20,9 +20,7 @@ from lockstep.engines.fsdp.forwards import is_split
 from lockstep.engines.registry import undo_step
 from lockstep.loop import seeder
 from lockstep.task import Task
-from lockstep.training.trial.trial_state import (
-    preserve_state,
-)
+from lockstep.training.trial.trial_state import preserve_state
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
