@@ -12,7 +12,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -581,22 +581,29 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     start_step = built.start
     world = built.world
     ranks = status.ranks
-    ongoing = build_components(status, built)
+    components = build_components(status, built)
     report()
     timeline = status.outputs.timeline
-    exchange = ongoing.exchange
-    recorder = ongoing.recorder
+    exchange = components.exchange
+    recorder = components.recorder
     watchdog = HangWatchdog(world, exchange, built.setup.folder.path, failures.report, ranks.member)
     signals = Preemption(exchange)
-    handover = ongoing.prepare_recovery()
-    loading = closing(ongoing.step_loader)
-    auditing = closing(ongoing.guards.audit)
-    profiler = ongoing.profiler
+    profiler = components.profiler
     garbage = CollectorFreeze()
-    explaining = explained(built.engine, world)
-    typing = translate_errors()
-    cutting = cut_step(ranks, built, exchange, ongoing.save)
-    with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
+    # Left in the reverse order: an error is explained first, and the collector runs again last.
+    with ExitStack() as contexts:
+        contexts.enter_context(garbage)
+        contexts.enter_context(signals)
+        # Loader processes, and the audit's, end with the steps.
+        contexts.enter_context(closing(components.step_loader))
+        contexts.enter_context(closing(components.guards.audit))
+        contexts.enter_context(components.prepare_recovery())
+        contexts.enter_context(watchdog)
+        contexts.enter_context(recorder)
+        contexts.enter_context(profiler)
+        contexts.enter_context(explained(built.engine, world))
+        contexts.enter_context(translate_errors())
+        contexts.enter_context(cut_step(ranks, built, exchange, components.save))
         # A signal may have arrived while the ranks changed.
         exchange.stop(ranks.pending_stop.request)
         ranks.pending_stop.request = CONTINUE
@@ -611,15 +618,17 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
         _catch_up(status, built, recorder, start_step)
         is_over = out_of_patience(built.config, built.state.selection)
         timeline.enter(TRAINING)
-        records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
+        records = steps(built.engine, built.task, components.step_loader, exchange, components.control)
         profiler.after(start_step)
-        for record in () if is_over else ongoing.iterate(records):
+        for record in () if is_over else components.iterate(records):
             # REGROUP lets a new process join; it does not stop the run.
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
-            is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
-            step = Step(record, ongoing.epochs, record.rate, status.read_numbers)
-            saves, loss = _follow_up(status, ongoing, context, step, is_first=record.step == start_step, ends=is_last)
+            is_last = record.step + 1 == components.last_step or bool(stop_request)
+            step = Step(record, components.epochs, record.rate, status.read_numbers)
+            saves, loss = _follow_up(
+                status, components, context, step, is_first=record.step == start_step, ends=is_last
+            )
             if record.step == start_step:
                 garbage.freeze()
             if status.has_body:
@@ -629,7 +638,7 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
-                ongoing.leave_early(status, heartbeats, signals.ends_now)
+                components.leave_early(status, heartbeats, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
@@ -637,25 +646,25 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
             if loss:
                 raise loss
             if saves:
-                ongoing.save(step.global_step, final=is_last)
+                components.save(step.global_step, final=is_last)
                 # A save may take longer than a step: mark progress for the watchdog.
                 exchange.progress.at(record.step, COMPUTING)
             # Collective, if a trace ends.
             if spent := profiler.after(step.global_step):
-                ongoing.meter.pause(spent)
-            if is_last or _ends_early(status, ongoing, step, heartbeats):
+                components.meter.pause(spent)
+            if is_last or _ends_early(status, components, step, heartbeats):
                 break
             # All ranks agreed in the same step: leave it as after a failure, with the saves complete.
             if regroups:
-                ongoing.flush()
+                components.flush()
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to join the run")
-        _finish(status, ongoing, context, stop_request)
+        _finish(status, components, context, stop_request)
 
 
 def _follow_up(
     status: RunStatus,
-    ongoing: StepComponents,
+    components: StepComponents,
     context: HookContext | None,
     step: Step,
     *,
@@ -670,12 +679,12 @@ def _follow_up(
     """
     try:
         status.ranks.regroup_tries = 0
-        ongoing.record(status, step)
+        components.record(status, step)
         status.outputs.timeline.at(step.global_step)
         if is_first:
-            ongoing.after_first_step()  # collective
-        saves = ongoing.save_and_evaluate(status, step, ends)
-        hooks = ongoing.built.task.hooks
+            components.after_first_step()  # collective
+        saves = components.save_and_evaluate(status, step, ends)
+        hooks = components.built.task.hooks
         if hooks and context:
             saves = hooks.after_step(context, step.global_step) or saves
     except PeerError as error:
@@ -697,39 +706,39 @@ def _catch_up(status: RunStatus, built: RunParts, recorder: RunRecorder, done: i
         recorder.save(done)
 
 
-def _finish(status: RunStatus, ongoing: StepComponents, context: HookContext | None, stop_request: int) -> None:
+def _finish(status: RunStatus, components: StepComponents, context: HookContext | None, stop_request: int) -> None:
     """End profile, hooks, membership and saves, and write the summary. Collective."""
-    built = ongoing.built
-    recorder = ongoing.recorder
+    built = components.built
+    recorder = components.recorder
     status.outputs.timeline.enter(ENDING)
     # Collective, if a trace is in progress.
-    ongoing.profiler.end()
+    components.profiler.end()
     if built.task.hooks and context:
         built.task.hooks.after_run(context, recorder.saved_step)
     if status.ranks.member:
         status.ranks.member.report_end()
         die_with_launcher(False)
     recorder.finish()  # collective
-    status.name, status.exit_code = ongoing.finish_run(stop_request, recorder.saved_step, recorder.lost_ranks)
+    status.name, status.exit_code = components.finish_run(stop_request, recorder.saved_step, recorder.lost_ranks)
     recorder.close(status.exit_code)
     built.end_training()
 
 
-def _ends_early(status: RunStatus, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None) -> bool:
+def _ends_early(status: RunStatus, components: StepComponents, step: Step, heartbeats: Heartbeats | None) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
-    built = ongoing.built
+    built = components.built
     # Evaluations and limits are the same on every rank, so all of them end here.
     if step.evaluation and out_of_patience(built.config, built.state.selection):
-        ongoing.save(step.global_step, final=True)
+        components.save(step.global_step, final=True)
         return True
     if status.wants_stop:
         status.wants_stop = False
         world = built.world
         if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
-            ongoing.save(step.global_step, final=True)
+            components.save(step.global_step, final=True)
             return True
         # Not all ranks asked to stop: all stop together after the next exchange.
-        ongoing.exchange.stop(STOP)
+        components.exchange.stop(STOP)
     return False
 
 
