@@ -1,6 +1,7 @@
 """`trace/events.py`: what a listener hears, that listeners do not disturb each other, and that torch is restored."""
 
 import os
+import pickle
 
 import torch
 from torch import nn
@@ -35,6 +36,9 @@ class Ear(Listener):
 
     def clip(self, call, /, *args, **kwargs):
         self.recorder.names.append(call.__name__)
+        return call(*args, **kwargs)
+
+    def save(self, call, /, *args, **kwargs):
         return call(*args, **kwargs)
 
     def update(self, optimizer, closure):
@@ -92,4 +96,12 @@ def test_a_forked_process_has_a_recorder_of_its_own():
         os._exit(0 if ear.recorder is not first else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert ear.recorder is first
+    ear.detach()
+
+
+def test_a_replaced_function_still_goes_to_another_process():
+    ear = Ear()
+    ear.attach("torch")
+    for function in (torch.save, torch.autograd.backward, nn.utils.clip_grad_norm_):
+        assert pickle.loads(pickle.dumps(function)) is function
     ear.detach()

@@ -35,6 +35,8 @@ _COLLECTIVES = (
 # Scripts import these from either module, so both get the wrapper.
 _DISTRIBUTED = ("torch.distributed.distributed_c10d", "torch.distributed")
 _CLIPPING = ("torch.nn.utils.clip_grad", "torch.nn.utils")
+# Pickle finds a function in its own module, and refuses it if another one is there.
+_SAVING = ("torch.serialization", "torch")
 # Private in torch: loaders have no hook for batches and indices. The class is the same since torch 2.11.
 _LOADER = ("torch.utils.data.dataloader:_BaseDataLoaderIter",)
 _SCALER = ("torch.amp.grad_scaler:GradScaler",)
@@ -50,7 +52,7 @@ _FUNCTIONS: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
         ("scale", _SCALER, ("scale",)),
         ("unscale", _SCALER, ("unscale_",)),
         ("schedule", ("torch.optim.lr_scheduler:LRScheduler",), ("step",)),
-        ("save", ("torch",), ("save",)),
+        ("save", _SAVING, ("save",)),
     ],
     "torch.distributed": [
         ("collective", _DISTRIBUTED, _COLLECTIVES),
