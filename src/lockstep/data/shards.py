@@ -18,6 +18,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, final
@@ -58,6 +59,8 @@ FORMATS = ("arrow", "parquet", "mds", "tar", "tokens")
 _OPEN = 128
 # Number of threads that count the samples of a store's shards.
 _THREADS = 8
+# Another process may remove a file from the cache, to make room, before this one has opened it.
+_TRIES = 10
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 # About how much larger a Parquet file is when it is unpacked.
 _UNPACKED = 3
@@ -408,9 +411,11 @@ class _Access:
                 summary = self.form.peek(remote)
             if summary.samples >= 0:
                 return summary
-        path, beside = self.local(file)
-        with self.explained(file):
-            return self.form.count(beside or path)
+        for _ in range(_TRIES):
+            path, beside = self.local(file)
+            with self.explained(file), suppress(FileNotFoundError):
+                return self.form.count(beside or path)
+        raise self._evicted(f"the shard {file.label}")
 
     def open(self, file: ShardFile) -> OpenShard:
         """Open a shard. Raises DataError, in one line, for any that cannot be read."""
@@ -420,21 +425,27 @@ class _Access:
                 try:
                     shard = self.form.open(path, beside)
                 except FileNotFoundError:
-                    # Another process has removed it from the cache to make room.
                     continue
                 file.check_samples(shard.samples)
                 return shard
-        raise DataError(
-            f"the shard {file.label} was removed from the cache {self.cache.folder} {_TRIES} times before it could be "
-            "opened; raise `cache_size`"
+        raise self._evicted(f"the shard {file.label}")
+
+    def read(self, name: str, make: Callable[[Path], None]) -> bytes:
+        """Return the content of a small file in the cache; arguments as of `ShardCache.get`."""
+        for _ in range(_TRIES):
+            with suppress(FileNotFoundError):
+                return self.cache.get(name, 0, make).read_bytes()
+        raise self._evicted(name)
+
+    def _evicted(self, label: str) -> DataError:
+        return DataError(
+            f"{label} was removed from the cache {self.cache.folder} {_TRIES} times before it could be read; raise "
+            "`cache_size`"
         )
 
     def explained(self, *files: ShardFile) -> "_Explained":
         """Context manager that names the shards in any error."""
         return _Explained(files, self.form.name)
-
-
-_TRIES = 10
 
 
 class _Explained:
@@ -475,7 +486,7 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
             _check_schemas(files, counted)
             part.write_text(json.dumps([summary.samples for summary in counted]))
 
-        counts = json.loads(access.cache.get(f"{key}.index.json", 0, make).read_bytes())
+        counts = json.loads(access.read(f"{key}.index.json", make))
         files = [dataclasses.replace(file, samples=count) for file, count in zip(files, counts, strict=True)]
     elif access.store.is_local and access.form.has_header:
         # The numbers came from an index, and may not belong to these files.
