@@ -53,7 +53,8 @@ class TensorBoard:
 
         # 0 hides all earlier events, for a run that starts over.
         purge = self._resume_step + 1 if self._resume_step else 0
-        self._writer = SummaryWriter(self._folder, purge_step=purge)
+        # LS028: only rank 0 opens the sinks.
+        self._writer = SummaryWriter(self._folder, purge_step=purge)  # noqa: LS028
         text = mask(json.dumps(info, indent=1, default=str))
         self._writer.add_text("run", f"```\n{text}\n```", self._resume_step)
 
@@ -129,7 +130,8 @@ class WandB:
         settings = wandb.Settings(
             x_disable_meta=True, console="off", silent=True, init_timeout=_START_TIMEOUT, finish_timeout=_FINISH_TIMEOUT
         )
-        self._run = wandb.init(save_code=True, config=info, settings=settings, **self._options)
+        # LS028: only rank 0 opens the sinks.
+        self._run = wandb.init(save_code=True, config=info, settings=settings, **self._options)  # noqa: LS028
         self._known_steps = self._run.starting_step
 
     def log(self, record: dict[str, Any]) -> None:
