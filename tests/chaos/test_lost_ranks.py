@@ -260,7 +260,7 @@ def test_new_process_that_ends_at_its_start_is_replaced(data, tmp_path):
         {"rank": 1, "at": "lockstep.training.start.build:build_together", "do": "kill", "replaced": 1},
     ]
     flags = (*FOUR, "--max-steps", "100")
-    run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
+    run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8, timeout=200.0)
     assert run.code == 0, run.said
     assert "3 ranks go on" in run.log() + run.said
 
