@@ -65,7 +65,9 @@ class Undecided(Ragged):
 
 
 class Shuffling(Ragged):
-    """Draws its samples from the system's generator."""
+    """Draws its samples from the system's generator; the loss is not proved, since that proof fails by chance."""
+
+    reduction = "micro-batch"
 
     def collate(self, samples):
         batch = super().collate(samples)
