@@ -15,6 +15,7 @@ from lockstep.config.cli import option_list
 from lockstep.config.schema import flag
 
 ROOT = Path(__file__).parents[1]
+SECTIONS = {"Start", "Tutorials", "How-to", "Gallery", "Troubleshooting"}  # for those who train
 # All pages of docs/ but these are for users. The pages of the reference that are generated are not in docs/.
 DEVELOPERS = ("docs/adr/", "docs/inside/", "docs/architecture.md", "docs/benchmarks.md")
 WORDS = 28_000  # of all users' pages together, with their tables, programs and output
@@ -81,6 +82,14 @@ def test_a_users_page_is_short(for_users):
         if kind == "paragraph" and len(text.split()) > 90
     ]
     assert long == []
+
+
+def test_the_sections_for_those_who_train_are_short(site, for_users):
+    """By `wc -w`, which counts the bars of tables too."""
+    navigation = site[0].read_navigation()
+    listed = [page for section in navigation["section"] if section["title"] in SECTIONS for page in section["pages"]]
+    listed += [page for parent in listed for page in navigation["under"].get(parent, [])]
+    assert 0 < sum(len(for_users[page].split()) for page in listed) <= WORDS
 
 
 def test_a_cell_of_a_table_is_short():

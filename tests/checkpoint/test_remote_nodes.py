@@ -152,7 +152,7 @@ def parts(folder, value):
     shutil.rmtree(folder / "whole")
 
 
-def test_manifest_follows_the_files_of_all_nodes_of_its_save(tmp_path):
+def test_manifest_follows_the_files_of_all_nodes_of_its_save(tmp_path, monkeypatch):
     remote, data = RemoteRun(f"file://{tmp_path}/store", "r"), "checkpoints/step-00000003/rank-00000.safetensors"
 
     def send(node):
@@ -174,6 +174,18 @@ def test_manifest_follows_the_files_of_all_nodes_of_its_save(tmp_path):
     assert remote.steps() == []
     assert (send("a"), send("b") > 0, send("a") > 0) == (None, True, True)
     assert remote.verify(3) == []
+    remote.discard([3])
+
+    def finish_first(name):
+        monkeypatch.undo()
+        assert send("a") > 0
+        return remote.read(name)
+
+    assert (send("a"), send("b") > 0) == (None, True)
+    monkeypatch.setattr(remote, "read", finish_first)  # rank 0's node finishes while b looks for its own note
+    assert send("b") > 0
+    assert remote.verify(3) == []
+    assert not list((tmp_path / "store").rglob("b.json"))
     remote.discard([3])
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 

@@ -381,6 +381,25 @@ def test_full_disk_names_the_cache_and_leaves_no_partial_file(folder, cache):
     assert not list(cache.glob("*.shard*")) + list(cache.glob(".*.tmp-*"))
 
 
+def test_a_file_that_another_process_removes_is_made_again(folder, cache, monkeypatch):
+    tokens(folder, 3)
+    removed = set()
+    get = ShardCache.get
+
+    def get_and_lose(self, name, *args):
+        path = get(self, name, *args)
+        if name not in removed:
+            removed.add(name)
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(ShardCache, "get", get_and_lose)
+    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache=cache)
+    assert len([data[index] for index in range(len(data))]) == len(data) > 0
+    assert any(name.endswith(".index.json") for name in removed)
+    assert len(removed) == 4
+
+
 def test_two_processes_share_a_cache(folder, cache):
     tokens(folder, 12)
     results = multiprocessing.SimpleQueue()

@@ -29,7 +29,7 @@ _IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
 
 
 class EngineEntry(NamedTuple):
-    """What the rest of lockstep knows of an engine, before its module is loaded.
+    """Abilities of an engine, known before its module is loaded.
 
     Attributes:
         path: its module within `lockstep.engines`, and its class: "fsdp.engine:FSDP".

@@ -226,7 +226,7 @@ Norms = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """How an engine's gradients are stored, and what its update supports.
+    """Settings of an update: how gradients are stored, and what it supports.
 
     Attributes:
         parameters: their gradients are cleared after a step, besides the optimizer's, see `trained`.

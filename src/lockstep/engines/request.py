@@ -1,4 +1,4 @@
-"""What a run asks of its engine: one `EngineRequest`, filled in once and passed whole to the engine.
+"""Describe the engine that a run needs by one `EngineRequest`, passed whole to the engine.
 
     request = EngineRequest(clip=1.0, options=EngineOptions(bucket_cap_mb=50))
     engine = make_engine("ddp", model, lambda model: AdamW(model.parameters()), world, request)
@@ -80,7 +80,7 @@ def _log(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the configuration and the task ask of an engine.
+    """Request for an engine, from the configuration and the task.
 
     Attributes:
         clip: largest 2-norm of the gradient; 0 does not clip.

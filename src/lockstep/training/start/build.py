@@ -127,7 +127,7 @@ def build(
 
 
 class BuildRequest(NamedTuple):
-    """What a caller of `build` asks for, and its own checks.
+    """Request for a build, with the caller's own checks.
 
     Attributes:
         cut: see `StartFacts`; for a rollback, a process that joins, and `verify`.

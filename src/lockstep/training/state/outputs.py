@@ -30,7 +30,7 @@ _LOG = logging.getLogger("lockstep")
 
 @dataclass
 class RunOutputs:
-    """Where a run writes its records.
+    """Outputs of a run: sinks, timeline and uploads.
 
     Attributes:
         sinks: of the metrics, on rank 0.

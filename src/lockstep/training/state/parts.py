@@ -72,7 +72,7 @@ class TrainingSet(NamedTuple):
 
 
 class LockFacts(NamedTuple):
-    """What the ranks exchange when rank 0 has locked the folder.
+    """Facts that the ranks exchange when rank 0 has locked the folder.
 
     Attributes:
         devices: by rank, `name_and_memory` of its device.
@@ -88,7 +88,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What a build has found or decided, and a change of ranks leaves as it is.
+    """Results of a build that a change of ranks does not affect.
 
     Attributes:
         own_task: the task is the user's own, not a built-in one that the configuration names.

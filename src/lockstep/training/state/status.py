@@ -56,7 +56,7 @@ class PendingStop:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the caller of a run asks for.
+    """Request of a run's caller; it never changes.
 
     Attributes:
         config: as the caller gave it; `BuildInputs.config` has the resolved one.
@@ -73,7 +73,7 @@ class RunSpec:
 
 @dataclass
 class BuildInputs:
-    """What a build starts from, as the build before it left it.
+    """Inputs of the next build, as the last build left them.
 
     Attributes:
         config: the caller's; after a build the resolved one.

@@ -1,1 +1,1 @@
-"""What follows each step: records, guards, saves and evaluations."""
+"""Record, guard, save and evaluate after each step."""
