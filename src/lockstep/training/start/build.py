@@ -30,7 +30,6 @@ from lockstep.data.stream_batches import StreamData
 from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.membership import Member
 from lockstep.distributed.world import World
-from lockstep.engines.base import Engine
 from lockstep.engines.gradient_norms import GradientNorms
 from lockstep.engines.memory import explained
 from lockstep.engines.registry import name_of
@@ -41,6 +40,7 @@ from lockstep.run_state import RunState, Selection
 from lockstep.task import Task, as_task, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.start.agreement import (
+    FirstFacts,
     check_samples,
     check_stream,
     exchange_first_facts,
@@ -57,7 +57,7 @@ from lockstep.training.start.defaults import (
 )
 from lockstep.training.start.lora_base import base_tensor_names
 from lockstep.training.start.named_task import make_task
-from lockstep.training.start.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
+from lockstep.training.start.resolve import Facts, Resolution, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.start.resume import (
     accept_contents,
     check_extension,
@@ -71,14 +71,16 @@ from lockstep.training.start.sharing import check_division
 from lockstep.training.start.training_batches import build_batches
 from lockstep.training.state.optimizer_groups import OptimizerGroups
 from lockstep.training.state.parts import RunParts, RunSetup, TrainingSet, notify, task_tensors
-from lockstep.training.state.plan import BY_RANKS, FIXED
+from lockstep.training.state.plan import BY_RANKS, FIXED, RunPlan
 from lockstep.training.state.run_dir import RunFolder
 from lockstep.training.state.selection import check_criteria, depends_on_evaluations
 from lockstep.training.state.status import BuildInputs, RunSpec
 from lockstep.training.state.trained_set import check_in_optimizer, restore_initial_set
 from lockstep.training.trial.compilation import try_compile
+from lockstep.training.trial.evidence import HalvedSamples
 from lockstep.training.trial.loss_check import check_loss, is_cut, load_places_together
 from lockstep.training.trial.task_check import (
+    TrialSamples,
     check_auditable,
     check_auditable_loss,
     check_task,
@@ -153,34 +155,144 @@ def build_together(
     Agreements wait for the next gather. `agree` comes before code that may have collectives of its own: the user's,
     or an engine's.
     """
-    resume = request.resume
-    joining = request.joining
+    opening = _open_folder(config, world, request)  # collective
+    draft = _make_draft(opening, user_task, world, request)  # collective
+    settings = draft.resolved.config
+    task = draft.task
+    model = draft.model
+    state = opening.state
+    # Files, model, plan and checkpoint must agree before an engine is made.
+    _check_settings(draft, world)
+    plan = _check_plan(draft, world)
+    batches, balancer = build_batches(settings, task, draft.training, draft.resolved.run_plan, world, state)
+    notes = _check_data(draft, batches, world, request)  # collective
+    evaluation = build_evaluation_batches(settings, task, draft.evaluation_sets, world)
+    trial_data = _load_trial_data(draft, batches, evaluation, world, request)  # collective
+    # An error that one rank has with the samples ends all of them before the engine is built.
+    world.agree()
+    groups = OptimizerGroups(gradients=GradientNorms(opening.requested.log_gradients, settings.log_freq))
+    unfrozen = restore_initial_set(model, state)
+    engine = build_engine(settings, task, model, world, groups, batches, notify(world), state)
+    built = RunParts(
+        setup=_make_setup(draft, plan, notes),
+        config=settings,
+        task=task,
+        run_plan=draft.resolved.run_plan,
+        model=model,
+        groups=groups,
+        user_objects={} if user_objects is None else user_objects,
+        world=world,
+        engine=engine,
+        batches=batches,
+        evaluation=evaluation,
+        balancer=balancer,
+        state=state,
+    )
+    # Most runs that do not fit end in the first forward.
+    with explained(engine, world), cut_trial(settings, world, is_open=built.run_plan.cut == BY_RANKS):
+        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
+        _try_task(built, trial_data)  # collective
+        # Free the samples before the model is compiled.
+        del trial_data
+        compiles = request.joining or _can_compile(built, opening.requested)  # collective
+    # `--compile auto` trains uncompiled if the trial could not compile.
+    if not compiles:
+        built.run_plan = draft.resolved.without_compile().run_plan
+        built.config = built.run_plan.config
+    state.compile = built.config.compile
+    # Errors of the task's own schedule show before step 1.
+    on_all_ranks(world, built.check_rates)
+    request.check_last(built)
+    return built
+
+
+# --- the folder, and facts that are known without the task
+
+
+class _Opening(NamedTuple):
+    """What is known before the task is made.
+
+    Attributes:
+        facts: what the ranks exchanged first.
+        source: the checkpoint to resume from; None for a new run.
+        state: the checkpoint's, or a new one.
+    """
+
+    facts: FirstFacts
+    folder: RunFolder
+    remote: RemoteRun | None
+    source: Path | None
+    state: RunState
+
+    @property
+    def requested(self) -> Config:
+        """The configuration as the user gave it."""
+        return self.facts.config
+
+
+def _open_folder(config: Config, world: World, request: BuildRequest) -> _Opening:
+    """Compare the configurations, and look for a checkpoint in the run's folder. Collective."""
     with ExitStack() as stack:
         # With a URL each node has its own folder; otherwise all ranks share one.
-        shares = resume and not is_url(config.save_dir)
+        shares = request.resume and not is_url(config.save_dir)
         facts = exchange_first_facts(config, world, stack if shares else None, request.check_first)  # collective
-        requested = facts.config
-        say = notify(world)
-        folder = RunFolder(requested.local_dir, requested.experiment_name)
-        remote = remote_run(requested)
+        folder = RunFolder(facts.config.local_dir, facts.config.experiment_name)
+        remote = remote_run(facts.config)
         source = None
-        state = _read_newest_state(folder) if joining else RunState()
-        if resume and not joining:
+        state = _read_newest_state(folder) if request.joining else RunState()
+        if request.resume and not request.joining:
             if shares:
                 check_shared_folder(folder, world, facts.token)
             else:
                 find_folders(folder, world)  # collective
             source, state = _find_checkpoint(folder, world, remote)  # collective
         state.run_id = state.run_id or facts.run_id
+    return _Opening(facts, folder, remote, source, state)
+
+
+def _collect_start_facts(opening: _Opening, user_task: Any, world: World, request: BuildRequest) -> StartFacts:
+    """Collect what is known before the task is made. Collective if the configuration leaves the micro-batch open."""
     start = StartFacts(
-        fast=all_devices_fast(requested, world, facts.fast),
-        checkpoint=checkpoint_facts(state),
+        fast=all_devices_fast(opening.requested, world, opening.facts.fast),
+        checkpoint=checkpoint_facts(opening.state),
         min_steps=request.min_steps,
-        micro_batch=facts.micro_batch if resume else 0,
+        micro_batch=opening.facts.micro_batch if request.resume else 0,
         ranks=world.size,
         cut=request.cut,
     )
-    start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
+    return _add_device_memory(opening.requested, start, world, user_task)  # collective if left open
+
+
+# --- task, data and model, and the configuration that they decide
+
+
+class _Draft(NamedTuple):
+    """A run's task, data and model, and the configuration that is resolved with them.
+
+    Attributes:
+        own_task: see `RunSetup`.
+        resolved: the configuration with every "auto" resolved, and the plan.
+        first_config: the configuration that the task was made from.
+        notes: lines of the model for the log.
+    """
+
+    opening: _Opening
+    task: Task
+    own_task: bool
+    training: TrainingSet
+    evaluation_sets: dict[str, Any]
+    model: nn.Module
+    resolved: Resolution
+    first_config: Config
+    notes: list[str]
+
+
+def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildRequest) -> _Draft:
+    """Make task, data and model, and resolve the configuration. Collective."""
+    requested = opening.requested
+    state = opening.state
+    say = notify(world)
+    start = _collect_start_facts(opening, user_task, world, request)  # collective if the configuration leaves it open
     # What is known without the task: the task and its data are made from this draft.
     draft = draft_of(requested, start)
     for line in draft.notices:
@@ -190,127 +302,33 @@ def build_together(
     # An error that one rank has with its task or data ends all of them here.
     world.agree()
     check_extension(requested, resumes=start.checkpoint is not None)
-    of_model = list[str]()
-    # A stream or a batch sampler fixes the cut, because its micro-batches are not made of single samples.
-    open_data = training.order is not None and not isinstance(training.order, GroupOrder)
-    fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
-    of_ranks = draft.config
-    # This process builds alone, but the run that it joins has several ranks.
-    if joining and not fixed_cut:
-        of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
-        of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
-    is_open = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
-    options: dict[str, Any] = {"note": of_model.append, "fixed_cut": fixed_cut, "keeps_double": is_open}
+    fixed_cut = _fixes_cut(draft.config, training, request)
+    keeps_double = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
+    notes = list[str]()
+    options: dict[str, Any] = {"note": notes.append, "fixed_cut": fixed_cut, "keeps_double": keeps_double}
+    of_ranks = _config_of_ranks(draft.config) if request.joining and not fixed_cut else draft.config
     model = build_model(of_ranks, task, world, state, say, **options)
-    if is_open and is_double(model):
+    if keeps_double and is_double(model):
         say("the model is in double precision: trained as it is, with --precision float64")
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
     # Now task, model and data decide the remaining values and the plan.
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
-    settings = resolved.config
-    run_plan = resolved.run_plan
-    # Check that files, model, plan and checkpoint agree before an engine is made.
-    config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
-    # Compare max_steps as the user set it: an extended plan is not what the file contradicts.
-    check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
-    resolved.record(state)
-    check_longer(settings, state, run_plan.step_plan.steps)
-    sizes = [(item.batch_size, item.micro_batch_size) for item in (draft.config, settings)]
-    # The sizes depended on the model or its data.
-    if sizes[0] != sizes[1]:
-        check_division(settings, world, say)
-    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | task_tensors(task)))
-    check_weights(world, {"model": model, **task.fixed_models})
     own_task = user_task is not None or kind_of(requested.task) == OWN
-    data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
-    plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data} | training.plan
-    data_kind = {"is_stream": training.order is None, "is_grouped": run_plan.grouped}
-    cut_check = partial(check_cuttable, settings, task, model, **data_kind)
-    on_all_ranks(world, cut_check)
-    plan_check = partial(check_plan, folder.path, checkpoint_plan(state, plan), plan, settings, requested)
-    # Ranks with different plans would train different models.
-    world.check_same("plan", plan)
-    for line in on_all_ranks(world, lambda: plan_check(is_additive=is_additive(task, model))):
-        say(line)
-    batches, balancer = build_batches(settings, task, training, run_plan, world, state)
-    first_step = min(state.global_step, run_plan.step_plan.steps - 1)
-    # `check_programs` reads samples of the first epoch.
-    _start_epoch(task, batches, world)
-    check_programs(world, task, batches.samples(first_step, 0))
-    # A dataset that this process has trained on may have changed with the epochs.
-    contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
-    # The list grows when the next gather delivers the digests.
-    notes = check_samples(settings, training.dataset, evaluation_sets, world, batches, contents_check)
-    if first_step:
-        _start_epoch(task, batches, world, first_step)
-    notes[:0] = of_model
-    evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
-    cut = is_cut(settings, batches)
-    recorded = (state.reduction or "") if source else ""
-    # The run needed no proof of its loss so far, and needs one now.
-    if task.reduction == "whole" and cut:
-        set_detected(task, "auto", needs_graph(task))
-    # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
-    is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
-    trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
-    is_proved_again = not is_tried and not joining and request.proves and cut and not has_step_loss(task)
-    places = load_places_together(batches, task, world) if is_proved_again else []
-    # An error that one rank has with the samples ends all of them before the engine is built.
-    world.agree()
-    groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
-    unfrozen = restore_initial_set(model, state)
-    engine = build_engine(settings, task, model, world, groups, batches, say, state)
-    is_open = run_plan.cut == BY_RANKS
-    # Most runs that do not fit end in the first forward.
-    with explained(engine, world), cut_trial(settings, world, is_open=is_open):
-        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
-        if trial_samples:
-            trial = Trial(engine, model, task, world, settings, say)
-            names = check_task(trial, trial_samples, batches, evaluation_batches, state, recorded)  # collective
-            check_criteria(settings, names)
-            # The trial has found out whether the loss adds up, which decides whether a step may be cut.
-            on_all_ranks(world, cut_check)
-        elif is_proved_again:
-            # The code of the loss may have changed since the checkpoint.
-            check_loss(Trial(engine, model, task, world, settings, say), batches, places, recorded)  # collective
-        # Free the samples before the model is compiled.
-        del trial_samples
-        compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
-    # `--compile auto` trains uncompiled if the trial could not compile.
-    final = resolved if compiles else resolved.without_compile()
-    state.compile = final.config.compile
-    setup = RunSetup(
-        folder=folder,
-        own_task=own_task,
-        plan=plan,
-        source=source,
-        remote=remote,
-        base_names=base_tensor_names(model, state),
-        training=training,
-        evaluation_sets=evaluation_sets,
-        notes=notes,
-        places=facts.places,
-    )
-    built = RunParts(
-        setup=setup,
-        config=final.config,
-        task=task,
-        run_plan=final.run_plan,
-        model=model,
-        groups=groups,
-        user_objects={} if user_objects is None else user_objects,
-        world=world,
-        engine=engine,
-        batches=batches,
-        evaluation=evaluation_batches,
-        balancer=balancer,
-        state=state,
-    )
-    # Errors of the task's own schedule show before step 1.
-    on_all_ranks(world, built.check_rates)
-    request.check_last(built)
-    return built
+    return _Draft(opening, task, own_task, training, evaluation_sets, model, resolved, draft.config, notes)
+
+
+def _fixes_cut(draft: Config, training: TrainingSet, request: BuildRequest) -> bool:
+    """Whether the number of ranks does not decide how a step is cut."""
+    # A stream or a batch sampler fixes the cut, because its micro-batches are not made of single samples.
+    open_data = training.order is not None and not isinstance(training.order, GroupOrder)
+    return request.cut != BY_RANKS and (has_fixed_cut(draft) or request.cut == FIXED or not open_data)
+
+
+def _config_of_ranks(draft: Config) -> Config:
+    """Return the configuration of a process that builds alone, for a run of several ranks."""
+    draft = dataclasses.replace(draft, micro_batch_size=0)
+    return dataclasses.replace(draft, batchnorm=resolve_batchnorm(draft, world_size=2).kind)
 
 
 def _start_epoch(task: Task, batches: Batches, world: World, step: int | None = None) -> None:
@@ -397,21 +415,165 @@ def _order(draft: Config, task: Task, dataset: Any) -> SizedOrder:
     return groups or training_order(task, dataset, len(dataset), draft.seed, draft.data.shuffle_shards)
 
 
-def _can_compile(
-    config: Config, requested: Config, task: Task, model: nn.Module, engine: Engine, batches: Batches, world: World
-) -> bool:
+# --- checks before the engine is made
+
+
+def _check_settings(draft: _Draft, world: World) -> None:
+    """Check the resolved configuration against its files, the checkpoint and the ranks, and record its plan."""
+    requested = draft.opening.requested
+    state = draft.opening.state
+    settings = draft.resolved.config
+    config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
+    # Compare max_steps as the user set it: an extended plan is not what the file contradicts.
+    check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
+    draft.resolved.record(state)
+    check_longer(settings, state, draft.resolved.run_plan.step_plan.steps)
+    sizes = [(item.batch_size, item.micro_batch_size) for item in (draft.first_config, settings)]
+    # The sizes depended on the model or its data.
+    if sizes[0] != sizes[1]:
+        check_division(settings, world, notify(world))
+
+
+def _check_plan(draft: _Draft, world: World) -> dict[str, Any]:
+    """Check the model and the plan, between the ranks and with the checkpoint, and return the plan."""
+    opening = draft.opening
+    task = draft.task
+    model = draft.model
+    settings = draft.resolved.config
+    run_plan = draft.resolved.run_plan
+    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | task_tensors(task)))
+    check_weights(world, {"model": model, **task.fixed_models})
+    data = task.fingerprint or getattr(draft.training.dataset, "fingerprint", "")
+    plan = plan_of(settings, run_plan, task, model, own_task=draft.own_task) | {"data": data} | draft.training.plan
+    on_all_ranks(world, lambda: _check_cuttable(settings, task, model, draft.training, run_plan))
+    before = checkpoint_plan(opening.state, plan)
+    # Ranks with different plans would train different models.
+    world.check_same("plan", plan)
+
+    def compare() -> list[str]:
+        additive = is_additive(task, model)
+        return check_plan(opening.folder.path, before, plan, settings, opening.requested, is_additive=additive)
+
+    for line in on_all_ranks(world, compare):
+        notify(world)(line)
+    return plan
+
+
+def _check_cuttable(config: Config, task: Task, model: nn.Module, training: TrainingSet, run_plan: RunPlan) -> None:
+    check_cuttable(config, task, model, is_stream=training.order is None, is_grouped=run_plan.grouped)
+
+
+def _check_data(draft: _Draft, batches: Batches, world: World, request: BuildRequest) -> list[str]:
+    """Compare programs and samples between the ranks and with the checkpoint. Collective.
+
+    Returns:
+        Lines for the log. The list grows when the next gather delivers the digests.
+    """
+    task = draft.task
+    state = draft.opening.state
+    settings = draft.resolved.config
+    first_step = min(state.global_step, draft.resolved.run_plan.step_plan.steps - 1)
+    # `check_programs` reads samples of the first epoch.
+    _start_epoch(task, batches, world)
+    check_programs(world, task, batches.samples(first_step, 0))
+    # A dataset that this process has trained on may have changed with the epochs.
+    folder = draft.opening.folder.path
+    contents_check = partial(accept_contents, folder, state, settings, compares=request.proves)
+    notes = check_samples(settings, draft.training.dataset, draft.evaluation_sets, world, batches, contents_check)
+    if first_step:
+        _start_epoch(task, batches, world, first_step)
+    notes[:0] = draft.notes
+    return notes
+
+
+def _make_setup(draft: _Draft, plan: dict[str, Any], notes: list[str]) -> RunSetup:
+    opening = draft.opening
+    return RunSetup(
+        folder=opening.folder,
+        own_task=draft.own_task,
+        plan=plan,
+        source=opening.source,
+        remote=opening.remote,
+        base_names=base_tensor_names(draft.model, opening.state),
+        training=draft.training,
+        evaluation_sets=draft.evaluation_sets,
+        notes=notes,
+        places=opening.facts.places,
+    )
+
+
+# --- the trial
+
+
+class _TrialData(NamedTuple):
+    """Samples of the trial; without any, the run is not tried.
+
+    Attributes:
+        samples: to try the whole task with; None: it is not tried.
+        places: to prove the loss again with; None: it is not proved.
+    """
+
+    samples: TrialSamples | None = None
+    places: list[HalvedSamples] | None = None
+
+
+def _load_trial_data(
+    draft: _Draft, batches: Batches, evaluation: dict[str, Batches], world: World, request: BuildRequest
+) -> _TrialData:
+    """Load the samples of the trial that the run needs. Collective."""
+    task = draft.task
+    requested = draft.opening.requested
+    cut = is_cut(draft.resolved.config, batches)
+    # The run needed no proof of its loss so far, and needs one now.
+    if task.reduction == "whole" and cut:
+        set_detected(task, "auto", needs_graph(task))
+    # This process joins a run that has tried its task.
+    if request.joining:
+        return _TrialData()
+    # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
+    if draft.opening.source is None or depends_on_evaluations(requested) or task.reduction == "auto":
+        return _TrialData(samples=load_trial_samples(task, world, batches, evaluation))
+    # The code of the loss may have changed since the checkpoint.
+    if request.proves and cut and not has_step_loss(task):
+        return _TrialData(places=load_places_together(batches, task, world))
+    return _TrialData()
+
+
+def _try_task(built: RunParts, data: _TrialData) -> None:
+    """Try the task, or prove its loss again, on the samples that are loaded. Collective."""
+    if data.samples is None and data.places is None:
+        return
+    recorded = (built.state.reduction or "") if built.setup.source else ""
+    trial = Trial(built.engine, built.model, built.task, built.world, built.config, notify(built.world))
+    if data.samples:
+        names = check_task(trial, data.samples, built.batches, built.evaluation, built.state, recorded)  # collective
+        check_criteria(built.config, names)
+        parts = (built.config, built.task, built.model, built.setup.training, built.run_plan)
+        # The trial has found out whether the loss adds up, which decides whether a step may be cut.
+        on_all_ranks(built.world, lambda: _check_cuttable(*parts))
+    elif data.places is not None:
+        check_loss(trial, built.batches, data.places, recorded)  # collective
+
+
+def _can_compile(built: RunParts, requested: Config) -> bool:
     """Whether the model can be compiled, or need not be. Collective.
 
     Raises:
         ConfigError: --compile is not auto, and the model cannot be compiled.
     """
-    if not config.compile:
+    if not built.config.compile:
         return True
+    world = built.world
     may_fail = is_auto(requested, "compile")
-    reason = try_compile(config, task, model, engine, batches, world, may_fail=may_fail)  # collective
+    reason = try_compile(
+        built.config, built.task, built.model, built.engine, built.batches, world, may_fail=may_fail
+    )  # collective
     if reason:
         notify(world)(f"--compile auto: the model cannot be compiled ({reason}); training it uncompiled")
     return not reason
+
+
+# --- the run's folder and its checkpoints
 
 
 def remote_run(config: Config) -> RemoteRun | None:
