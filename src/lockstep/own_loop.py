@@ -35,7 +35,7 @@ from lockstep.config.fields import is_url
 from lockstep.config.secrets import mask
 from lockstep.data.batches import Batches, Loading, MicroBatch, Origin, StepPlan
 from lockstep.data.loader import check_dataset
-from lockstep.data.sampler import Sequential, order_from
+from lockstep.data.sampler import Sequential, SizedOrder, order_from
 from lockstep.data.shard_order import Geometry, own_order, place_order
 from lockstep.distributed import collectives
 from lockstep.distributed.agreement import LONG, on_all_ranks
@@ -114,26 +114,10 @@ def loader(  # noqa: PLR0913
             ranks.
         DataError: the dataset cannot be indexed or is empty, or `order` fails or has other indices.
     """
-    for name, value in {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "epochs": epochs}.items():
-        if value < 1:
-            raise ConfigError(f"lockstep.loader: {name} is {value}: it must be at least 1")
-    if steps < 0 or workers < 0:
-        raise ConfigError(f"lockstep.loader: steps ({steps}) and workers ({workers}) cannot be negative")
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"lockstep.loader: reduction is '{reduction}': it must be 'mean' or 'sum'")
-    if batch_size % micro_batch_size:
-        raise ConfigError(
-            f"lockstep.loader: batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}"
-        )
+    _check_arguments(batch_size, micro_batch_size, epochs, steps, workers, reduction)
     check_dataset(dataset, "train")
-    order_of_shards = own_order(dataset, seed, shuffle_shards) if shuffle else None
-    if order_of_shards is not None and order is not None:
-        raise ConfigError("lockstep.loader: give `order`, or a mixture or `shuffle_shards`, not both")
-    # Without an order of shards: the dataset's order, the caller's, or a permutation.
-    stream = order_of_shards or (
-        Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
-    )
-    stream = place_order(stream, Geometry(batch_size, micro_batch_size), stream.size)
+    geometry = Geometry(batch_size, micro_batch_size)
+    stream = _sample_order(dataset, order, geometry, seed, shuffle=shuffle, shuffle_shards=shuffle_shards)
     planned = steps * batch_size or epochs * stream.size
     plan = StepPlan(batch_size, micro_batch_size, planned - (planned % batch_size if drop_last else 0))
     # Every rank needs at least one micro-batch, since the engines' collectives involve all ranks.
@@ -150,6 +134,44 @@ def loader(  # noqa: PLR0913
 
     order_kind = "in order" if isinstance(stream, Sequential) else "shuffled"
     return OwnLoopLoader(load_from, plan, _Epochs(order_kind, stream.size, planned), task, world, seed)
+
+
+def _check_arguments(
+    batch_size: int, micro_batch_size: int, epochs: int, steps: int, workers: int, reduction: str
+) -> None:
+    """Raise ConfigError if an argument of `loader` is out of range, or a step no whole number of micro-batches."""
+    for name, value in {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "epochs": epochs}.items():
+        if value < 1:
+            raise ConfigError(f"lockstep.loader: {name} is {value}: it must be at least 1")
+    if steps < 0 or workers < 0:
+        raise ConfigError(f"lockstep.loader: steps ({steps}) and workers ({workers}) cannot be negative")
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"lockstep.loader: reduction is '{reduction}': it must be 'mean' or 'sum'")
+    if batch_size % micro_batch_size:
+        raise ConfigError(
+            f"lockstep.loader: batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}"
+        )
+
+
+def _sample_order(
+    dataset: Any, order: Any, geometry: Geometry, seed: int, *, shuffle: bool, shuffle_shards: int
+) -> SizedOrder:
+    """Make the order of the samples: of shards, the caller's, the dataset's, or a permutation.
+
+    Raises:
+        ConfigError: both an order and one of shards are asked for.
+        DataError: the order fails or has other indices.
+    """
+    order_of_shards = own_order(dataset, seed, shuffle_shards) if shuffle else None
+    if order_of_shards is not None and order is not None:
+        raise ConfigError("lockstep.loader: give `order`, or a mixture or `shuffle_shards`, not both")
+    if order_of_shards:
+        stream = order_of_shards
+    elif order is None and not shuffle:
+        stream = Sequential(len(dataset))
+    else:
+        stream = order_from(order, len(dataset), seed)
+    return place_order(stream, geometry, stream.size)
 
 
 @dataclass(frozen=True, slots=True)

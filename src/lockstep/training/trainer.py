@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from lockstep.checkpoint.store import list_steps
 from lockstep.config.schema import Config
@@ -579,43 +579,19 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
     """
     # A save moves `built.start`, so keep its value.
     start_step = built.start
-    world = built.world
-    ranks = status.ranks
     components = build_components(status, built)
     report()
     timeline = status.outputs.timeline
     exchange = components.exchange
-    recorder = components.recorder
-    watchdog = HangWatchdog(world, exchange, built.setup.folder.path, failures.report, ranks.member)
-    signals = Preemption(exchange)
     profiler = components.profiler
+    watchdog = HangWatchdog(built.world, exchange, built.setup.folder.path, failures.report, status.ranks.member)
+    signals = Preemption(exchange)
     garbage = CollectorFreeze()
-    # Left in the reverse order: an error is explained first, and the collector runs again last.
+    stop_request = CONTINUE
     with ExitStack() as contexts:
-        contexts.enter_context(garbage)
-        contexts.enter_context(signals)
-        # Loader processes, and the audit's, end with the steps.
-        contexts.enter_context(closing(components.step_loader))
-        contexts.enter_context(closing(components.guards.audit))
-        contexts.enter_context(components.prepare_recovery())
-        contexts.enter_context(watchdog)
-        contexts.enter_context(recorder)
-        contexts.enter_context(profiler)
-        contexts.enter_context(explained(built.engine, world))
-        contexts.enter_context(translate_errors())
-        contexts.enter_context(cut_step(ranks, built, exchange, components.save))
-        # A signal may have arrived while the ranks changed.
-        exchange.stop(ranks.pending_stop.request)
-        ranks.pending_stop.request = CONTINUE
+        _enter_contexts(contexts, status, components, garbage, signals, watchdog)
         heartbeats = watchdog.connect()
-        status.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(ranks.member))
-        hooks = built.task.hooks
-        stop_request = CONTINUE
-        # Hooks read and store their own part of the run's state.
-        context = HookContext(status, built) if hooks else None
-        if hooks and context:
-            hooks.before_run(context, start_step)
-        _catch_up(status, built, recorder, start_step)
+        context = _begin(status, components, heartbeats)  # collective
         is_over = out_of_patience(built.config, built.state.selection)
         timeline.enter(TRAINING)
         records = steps(built.engine, built.task, components.step_loader, exchange, components.control)
@@ -654,12 +630,68 @@ def _train_steps(status: RunStatus, built: RunParts, report: Callable[[], None])
                 components.meter.pause(spent)
             if is_last or _ends_early(status, components, step, heartbeats):
                 break
-            # All ranks agreed in the same step: leave it as after a failure, with the saves complete.
             if regroups:
-                components.flush()
-                recorder.saver.settle()  # collective
-                raise RankLost("a new process waits to join the run")
+                _leave_to_regroup(components)  # collective
         _finish(status, components, context, stop_request)
+
+
+def _enter_contexts(
+    contexts: ExitStack,
+    status: RunStatus,
+    components: StepComponents,
+    garbage: CollectorFreeze,
+    signals: Preemption,
+    watchdog: HangWatchdog,
+) -> None:
+    """Enter the contexts of the steps.
+
+    They are left in the reverse order: an error is explained first, and the collector runs again last.
+    """
+    built = components.built
+    contexts.enter_context(garbage)
+    contexts.enter_context(signals)
+    # Loader processes, and the audit's, end with the steps.
+    contexts.enter_context(closing(components.step_loader))
+    contexts.enter_context(closing(components.guards.audit))
+    contexts.enter_context(components.prepare_recovery())
+    contexts.enter_context(watchdog)
+    contexts.enter_context(components.recorder)
+    contexts.enter_context(components.profiler)
+    contexts.enter_context(explained(built.engine, built.world))
+    contexts.enter_context(translate_errors())
+    contexts.enter_context(cut_step(status.ranks, built, components.exchange, components.save))
+
+
+def _begin(status: RunStatus, components: StepComponents, heartbeats: Heartbeats | None) -> HookContext | None:
+    """Connect signals, loop body and hooks to the steps, and make up for what the last step lacks. Collective.
+
+    Returns:
+        The hooks' access to the run; None without hooks.
+    """
+    built = components.built
+    ranks = status.ranks
+    exchange = components.exchange
+    # A signal may have arrived while the ranks changed.
+    exchange.stop(ranks.pending_stop.request)
+    ranks.pending_stop.request = CONTINUE
+    status.reader = make_number_reader(exchange, built.world, heartbeats, survives_losses=bool(ranks.member))
+    hooks = built.task.hooks
+    # Hooks read and store their own part of the run's state.
+    context = HookContext(status, built) if hooks else None
+    if hooks and context:
+        hooks.before_run(context, built.start)
+    _catch_up(status, built, components.recorder, built.start)
+    return context
+
+
+def _leave_to_regroup(components: StepComponents) -> NoReturn:
+    """Leave the steps, so that a new process joins. Collective.
+
+    All ranks agreed in the same step: they leave as after a failure, with the saves complete.
+    """
+    components.flush()
+    components.recorder.saver.settle()  # collective
+    raise RankLost("a new process waits to join the run")
 
 
 def _follow_up(

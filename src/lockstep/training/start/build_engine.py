@@ -9,11 +9,12 @@ are here too.
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -91,39 +92,21 @@ def build_model(  # noqa: PLR0913
     # Seed as a plain script does, so that the first loss is the same.
     torch.manual_seed(config.seed)
     init_context, move = model_init(config.engine, world, config.engine_options)
-
-    def make() -> nn.Module:
-        with init_context:
-            module: nn.Module = task.model()
-        if init_context is NOTHING and not sizes_only:
-            check_not_meta(module)
-            check_storable(module.state_dict())
-        return module
-
     with collect_new_modules() as new:
-        model = on_all_ranks(world, make)
+        model = on_all_ranks(world, lambda: _make_module(task, init_context, sizes_only=sizes_only))
     check_not_lazy(model)
     check_writable(model)
     if keeps_double and is_double(model):
         config = dataclasses.replace(config, precision="float64")
     if not sizes_only:
         _check_quantized(config, model, world)
-    differing = 0 if sizes_only else copy_from_rank0(model, new, world)  # collective
-    if differing and state.place is None:
-        count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
-        say(f"the model was made before the run and {count} between the ranks: every rank gets rank 0's values")
+        _share_weights(model, new, world, state, say)  # collective
     if isinstance(model, GPT):
         # The shapes of the tensors do not give the number of heads.
         state.gpt = dataclasses.asdict(model.config)
     _set_residual_dtype(config, model)
-    has_base = (
-        add_empty_adapters(config, task, model) if sizes_only else add_adapters(config, task, model, world, state, say)
-    )
-    base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
-    frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
-    if frozen:
-        more = f" and {len(frozen) - 1} more parameters" if len(frozen) > 1 else ""
-        say(f"frozen by --optim.groups: {frozen[0]}{more}")
+    base = _add_adapters(config, task, model, world, state, say, sizes_only=sizes_only)
+    _freeze_by_rules(config, model, world, say)
     task_blocks = task.blocks(model)
     batchnorm = resolve_batchnorm(config, world.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
     if batchnorm.reason:
@@ -134,18 +117,65 @@ def build_model(  # noqa: PLR0913
         compile_model=config.compile,
         device=world.device,
         move=move,
-        chosen=Transforms(
-            *(batchnorm.kind, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
-            masked=task.attention_mask,
-            weight_copies=config.weight_copies,
-            grad_dtype=config.grad_dtype,
-        ),
+        chosen=_transforms_of(config, task, batchnorm.kind),
         blocks=find_blocks(model).modules if task_blocks is None else list(task_blocks),
         from_task=task_blocks is not None,
         float32_outputs=task.autocast_scope == "float32 outputs",
         keep_dtype=base,
         say=say,
         note=note,
+    )
+
+
+def _make_module(task: Task, init_context: AbstractContextManager[object], *, sizes_only: bool) -> nn.Module:
+    """Call the task's `model`, and check that its tensors can be stored."""
+    with init_context:
+        module: nn.Module = task.model()
+    if init_context is NOTHING and not sizes_only:
+        check_not_meta(module)
+        check_storable(module.state_dict())
+    return module
+
+
+def _share_weights(model: nn.Module, new: list[nn.Module], world: World, state: RunState, say: Say) -> None:
+    """Give every rank rank 0's weights of a model that was made before the run. Collective."""
+    differing = copy_from_rank0(model, new, world)  # collective
+    if differing and state.place is None:
+        count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
+        say(f"the model was made before the run and {count} between the ranks: every rank gets rank 0's values")
+
+
+def _add_adapters(
+    config: Config, task: Task, model: nn.Module, world: World, state: RunState, say: Say, *, sizes_only: bool
+) -> list[Tensor]:
+    """Add adapters by --lora.rank, and return the tensors of their base, whose dtypes stay. Collective."""
+    if sizes_only:
+        has_base = add_empty_adapters(config, task, model)
+    else:
+        has_base = add_adapters(config, task, model, world, state, say)
+    if not has_base:
+        return []
+    return [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+
+
+def _freeze_by_rules(config: Config, model: nn.Module, world: World, say: Say) -> None:
+    """Freeze the parameters that --optim.groups names."""
+    frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
+    if frozen:
+        more = f" and {len(frozen) - 1} more parameters" if len(frozen) > 1 else ""
+        say(f"frozen by --optim.groups: {frozen[0]}{more}")
+
+
+def _transforms_of(config: Config, task: Task, batchnorm: str) -> Transforms:
+    return Transforms(
+        batchnorm=batchnorm,
+        attention=config.attention,
+        activation_checkpointing=config.activation_checkpointing,
+        compile_scope=config.compile_scope,
+        exact=config.exact,
+        masked=task.attention_mask,
+        weight_copies=config.weight_copies,
+        grad_dtype=config.grad_dtype,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from lockstep.clock import make_clock, trace_mark
+from lockstep.clock import Clock, make_clock, trace_mark
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.progress import IN_BODY, READING, note_end
@@ -244,28 +244,24 @@ class StepComponents:
 
 def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     """Build the components, from the step after the last one trained. Collective."""
-    config = built.config
     world = built.world
     ranks = status.ranks
-    state = built.state
-    step_plan = built.run_plan.step_plan
+    survives_losses = bool(ranks.member)
     step_loader = built.batches.from_step(built.start)
     profiler = StepProfiler(built, make_clock(world.device, world.size), step_loader)
     clock = profiler.clock
-    seed = seeder(config.seed, "micro", world.device)
+    seed = seeder(built.config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
         seconds = clock.spent()
         return BusySeconds(seconds.get("data", 0.0), seconds.get("forward", 0.0), recorder.saver.blocked)
 
-    item_count = built.batches.known_items(items_of_a_sample(built.task))
     share_reporter = ShareReporter(built, clock)
-    survives_losses = bool(ranks.member)
     exchange = StepExchange(
         world,
         step_loader.items,
-        item_count,
-        step_plan.steps,
+        built.batches.known_items(items_of_a_sample(built.task)),
+        built.run_plan.step_plan.steps,
         busy,
         share_reporter.report,
         survives_loss=survives_losses,
@@ -275,7 +271,7 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     exchange.limit_reading(step_loader.readable_before)
     exchange.engine_steps = built.start
     built.exchange = exchange
-    sums = state.running
+    sums = built.state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
     status.outputs.timeline.measures(lambda: clock.spent().get("data", 0.0))
     losses = describe_lost_ranks(ranks.lost, world.size, ranks.initial_size)
@@ -283,7 +279,34 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     built.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
     watch = LossWatch(built, lambda done: components.save(done))
-    control = StepControl(
+    components = StepComponents(
+        built=built,
+        step_loader=step_loader,
+        exchange=exchange,
+        meter=meter,
+        recorder=recorder,
+        guards=guards,
+        share_reporter=share_reporter,
+        control=_make_control(built, seed, clock, guards, recorder, watch),
+        profiler=profiler,
+        plan_steps=built.run_plan.step_plan.steps,
+        last_step=built.last_step,
+        epochs=built.epochs,
+    )
+    return components
+
+
+def _make_control(
+    built: RunParts,
+    seed: Callable[[int, int], None],
+    clock: Clock,
+    guards: RunGuards,
+    recorder: RunRecorder,
+    watch: LossWatch,
+) -> StepControl:
+    """Make the settings of the loop from the run's schedules, guards and checks."""
+    step_plan = built.run_plan.step_plan
+    return StepControl(
         built.lr_factor,
         seed,
         clock,
@@ -293,29 +316,14 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
         before_passes=watch,
         before_update=recorder.saver.order,
         check_empty=EmptyBatchCheck(built, seed),
-        kernels=choose_kernels(config.compile, step_plan),
-        world=world,
+        kernels=choose_kernels(built.config.compile, step_plan),
+        world=built.world,
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
         gradients=built.groups.gradients,
         rate=lambda: built.rate,
         after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
     )
-    components = StepComponents(
-        built=built,
-        step_loader=step_loader,
-        exchange=exchange,
-        meter=meter,
-        recorder=recorder,
-        guards=guards,
-        share_reporter=share_reporter,
-        control=control,
-        profiler=profiler,
-        plan_steps=step_plan.steps,
-        last_step=built.last_step,
-        epochs=built.epochs,
-    )
-    return components
 
 
 def finish_evaluation(status: RunStatus, built: RunParts, global_step: int) -> bool:
