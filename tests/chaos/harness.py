@@ -57,7 +57,7 @@ UNLIKE = {
     "weights": {"at": "lockstep.training.start.build:build_model", "do": "perturb"},
     "configuration": {"at": "lockstep.config.cli:flatten", "do": "result", "value": {"lr": 1.0}},
     "lockstep's code": {"at": "lockstep.guards.startup:_code", "do": "result", "value": "other"},
-    "samples": {"at": "lockstep.training.start.agreement:_count", "do": "result", "value": 500},
+    "samples": {"at": "lockstep.training.start.datasets:_count", "do": "result", "value": 500},
 }
 
 

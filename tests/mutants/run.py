@@ -52,7 +52,7 @@ TABLE = [
     (
         "guards",
         "guards/*.py training/step/guards.py training/state/finite.py training/start/resume.py "
-        "training/start/agreement.py training/start/shared_folder.py",
+        "training/start/consistency.py training/start/datasets.py training/start/shared_folder.py",
         f"{GUARDS} checkpoint/test_checkpoint_finite.py {WHOLE}",
     ),
     (
@@ -78,7 +78,7 @@ TABLE = [
         "run",
         "training/run.py training/state/status.py training/trainer.py training/step/components.py "
         "training/recovery/regroup.py training/start/open_run.py training/state/outputs.py training/inference.py "
-        "training/start/agreement.py lockstep/task.py",
+        "training/start/consistency.py training/start/datasets.py lockstep/task.py",
         f"{WHOLE} test_task*.py commands/*.py {GUARDS} adapters/test_trainer.py chaos/test_lost_ranks.py",
     ),
     (

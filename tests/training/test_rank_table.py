@@ -1,6 +1,6 @@
 """The lines that say which rank computes where."""
 
-from lockstep.training.start.agreement import rank_lines
+from lockstep.training.start.consistency import rank_lines
 
 
 def test_few_ranks_have_a_line_each():

@@ -45,8 +45,8 @@ from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
-from lockstep.training.start.agreement import make_dataset
 from lockstep.training.start.build_engine import build_model
+from lockstep.training.start.datasets import make_dataset
 from lockstep.training.start.defaults import all_devices_fast
 from lockstep.training.start.lora_base import base_tensor_names, load_with_adapters
 from lockstep.training.start.named_task import load_task, make_task, replace_data

@@ -34,7 +34,7 @@ from lockstep.task import Task, as_task
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, loss_inside, quantization_of
 from lockstep.tasks.prepare import trained_size
 from lockstep.training.evaluation import sets_by_name
-from lockstep.training.start.agreement import check_stream, make_dataset
+from lockstep.training.start.datasets import check_stream, make_dataset
 from lockstep.training.start.named_task import make_task
 
 __all__ = ["Subject", "asked", "layers_of", "subject_of"]

@@ -39,16 +39,10 @@ from lockstep.logging.trackers import check
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Task, as_task, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import build_evaluation_batches
-from lockstep.training.start.agreement import (
-    FirstFacts,
-    check_samples,
-    check_stream,
-    exchange_first_facts,
-    make_datasets,
-    with_retries,
-)
 from lockstep.training.start.build_engine import build_engine, build_model
+from lockstep.training.start.consistency import FirstFacts, exchange_first_facts
 from lockstep.training.start.cutting import check_cuttable, cut_trial, is_additive
+from lockstep.training.start.datasets import check_samples, check_stream, make_datasets, with_retries
 from lockstep.training.start.defaults import (
     all_devices_fast,
     batchnorm_names,

@@ -39,7 +39,7 @@ from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.task import Task, current_step, has_own, has_step_loss
 from lockstep.tensors import is_expanded
-from lockstep.training.start.agreement import collect_new_modules, copy_from_rank0
+from lockstep.training.start.consistency import collect_new_modules, copy_from_rank0
 from lockstep.training.start.defaults import batchnorm_names
 from lockstep.training.start.lora_base import add_adapters, add_empty_adapters, base_tensor_names
 from lockstep.training.state.optimizer_groups import OptimizerGroups, set_groups

@@ -19,7 +19,7 @@ from lockstep.logging.trackers import masked, remote_sinks
 from lockstep.run_state import LauncherState, RunState
 from lockstep.task import has_own
 from lockstep.training.start import resume
-from lockstep.training.start.agreement import log_ranks
+from lockstep.training.start.consistency import log_ranks
 from lockstep.training.start.defaults import (
     describe_data,
     describe_loss,
