@@ -15,11 +15,12 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.adapters.lightning.convert import configured
 from lockstep.config.task_options import LIGHTNING
+from lockstep.data.batches import Batches
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
 from lockstep.diagnose.doctor.workers import memory_growth
 from lockstep.distributed.agreement import on_all_ranks
@@ -101,7 +102,7 @@ def _train_steps(built: RunParts) -> CheckResult:
     exchange = StepExchange(world, stream.items, None, steps)  # collective
     exchange.take_turns(stream.turns)
     exchange.limit_reading(stream.readable_before)
-    with closing(exchange), closing(stream), _record_gradients(built, gradients):
+    with closing(exchange), closing(stream), _record_gradients(built.model, gradients):
         for number in range(steps):
             start = time.perf_counter()
             step, micro = next(stream)
@@ -125,7 +126,7 @@ def _train_steps(built: RunParts) -> CheckResult:
     findings = list(judge_placement(misplaced, device))
     weights = _digests({name: p for name, p in built.model.named_parameters() if _is_whole(p)})
     facts = {
-        "data": _batch_digest(built),
+        "data": _batch_digest(built.batches),
         "gradients": _merge_digests(gradients),
         "weights": _merge_digests(weights),
         "loading": statistics.median(loading[1:] or loading),
@@ -160,13 +161,13 @@ def _step(built: RunParts, step: int, micro: list[Any], items: float) -> None:
 
 
 @contextmanager
-def _record_gradients(built: RunParts, gradients: dict[str, str]) -> Iterator[None]:
+def _record_gradients(model: nn.Module, gradients: dict[str, str]) -> Iterator[None]:
     """Context manager that digests the first update's unsharded gradients as the optimizer gets them."""
 
     def look(*_: Any) -> None:
         if not gradients:
             grads = {}
-            for name, p in built.model.named_parameters():
+            for name, p in model.named_parameters():
                 if p.grad is not None:
                     grads[name] = p.grad
             gradients.update(_digests({name: grad for name, grad in grads.items() if _is_whole(grad)}))
@@ -190,10 +191,10 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     return bits.read()
 
 
-def _batch_digest(built: RunParts) -> str:
+def _batch_digest(batches: Batches) -> str:
     """Digest the first micro-batch, loaded on this rank."""
     digest = hashlib.sha256()
-    for path, leaf in leaves(built.batches.alone(0, 0).held):
+    for path, leaf in leaves(batches.alone(0, 0).held):
         digest.update(f"{path}:{_digests({path: leaf})[path]}".encode() if isinstance(leaf, Tensor) else leaf)
     return digest.hexdigest()
 

@@ -21,6 +21,7 @@ from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_fore
 from lockstep.checkpoint.format import read_manifest
 from lockstep.checkpoint.read import check_fits, evaluated_of, list_names
 from lockstep.config.fields import is_url
+from lockstep.config.schema import Config
 from lockstep.distributed import collectives
 from lockstep.distributed.agreement import LONG, on_all_ranks
 from lockstep.distributed.world import World
@@ -101,10 +102,19 @@ def _load_init_from(built: RunParts) -> None:
     """Load the weights of --init-from into a new run. Collective."""
     drop = init_drop(built.config, built.task)
     # A path that one rank sees decides for all, as in the check.
-    if any(built.world.gather(_foreign_path(built) is not None)):
-        _load_foreign(built, drop)
+    is_other = any(built.world.gather(_foreign_path(built.config) is not None))
+    source = None if is_other else built.init_source or find_weights(built.config, built.world, _LOG.warning)
+    state = built.engine.state_dict()  # collective under zero
+    left = _describe_left(drop, state)
+    if source is None:
+        origin = _fill_from_library(built, state, drop)  # collective
+        is_filled = True
     else:
-        _load_checkpoint(built, drop)
+        origin = str(source[0])
+        is_filled = _fill_from_run(built, source, state, drop)  # collective
+    if is_filled:
+        load_weights(built.engine, without_average(state))
+    _LOG.info("a new run with the weights of %s%s", origin, left)
 
 
 def _check_run(built: RunParts, source: Path) -> None:
@@ -122,16 +132,21 @@ def _check_run(built: RunParts, source: Path) -> None:
     check_fits(f"--init-from {built.config.init_from}", wanted, contents, partial(_is_left, drop))
 
 
-def _load_checkpoint(built: RunParts, drop: InitDrop) -> None:
-    """Load the weights of a checkpoint of lockstep into a new run. Collective."""
-    source, verified = built.init_source or find_weights(built.config, built.world, _LOG.warning)  # collective
-    state = built.engine.state_dict()
-    weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state, drop))  # collective
+def _fill_from_run(built: RunParts, source: tuple[Path, bool], state: Mapping[str, Tensor], drop: InitDrop) -> bool:
+    """Fill the state with the weights of a checkpoint of lockstep. Collective.
+
+    Args:
+        source: the checkpoint, and whether it was verified.
+
+    Returns:
+        Whether there was anything to fill.
+    """
+    path, verified = source
+    weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, path, state, drop))  # collective
     if weights:
-        checkpoint.load(source, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
-        _load_evaluated(built.world, source, weights)
-        load_weights(built.engine, without_average(state))
-    _LOG.info("a new run with the weights of %s%s", source, _describe_left(drop, state))
+        checkpoint.load(path, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
+        _load_evaluated(built.world, path, weights)
+    return bool(weights)
 
 
 def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor], drop: InitDrop) -> dict[str, Tensor]:
@@ -166,9 +181,8 @@ def _load_evaluated(world: World, source: Path, weights: Mapping[str, Tensor]) -
         checkpoint.load(source, tensors, world, verified=True, leave=lambda name: name not in wanted)  # collective
 
 
-def _foreign_path(built: RunParts) -> Path | None:
+def _foreign_path(config: Config) -> Path | None:
     """Return the path of --init-from if another library wrote it."""
-    config = built.config
     path = Path(config.init_from).expanduser()
     if not is_url(config.init_from) and is_foreign(path):
         return path
@@ -182,7 +196,7 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
             f"--init-from {built.config.init_from} does not exist; give a run's folder, a checkpoint, or a file of "
             "weights"
         )
-    path = _foreign_path(built)
+    path = _foreign_path(built.config)
     if path is None:
         return False
     drop = init_drop(built.config, built.task)
@@ -193,20 +207,22 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
     return True
 
 
-def _load_foreign(built: RunParts, drop: InitDrop) -> None:
-    """Load weights that another library saved, each rank its part. Collective."""
-    state = built.engine.state_dict()
-    path = Path(built.config.init_from).expanduser()
+def _fill_from_library(built: RunParts, state: Mapping[str, Tensor], drop: InitDrop) -> str:
+    """Fill the state with weights that another library saved, each rank its part. Collective.
 
-    def load() -> str:
+    Returns:
+        The file, its kind and how its names matched.
+    """
+    path = Path(built.config.init_from).expanduser()
+    model = _model_tensors(state)
+
+    def fill_model() -> str:
         with open_foreign(path) as source:
-            match = match_names(source, _model_tensors(state), _ties_of(built.model), drop.matches)
-            fill(source, match, _model_tensors(state))
+            match = match_names(source, model, _ties_of(built.model), drop.matches)
+            fill(source, match, model)
             return f"{source.kind}: {match}"
 
-    line = on_all_ranks(built.world, load, signs=LONG)  # collective
-    load_weights(built.engine, without_average(state))
-    _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(drop, state))
+    return f"{path}, {on_all_ranks(built.world, fill_model, signs=LONG)}"  # collective
 
 
 def _ties_of(model: nn.Module) -> dict[str, str]:

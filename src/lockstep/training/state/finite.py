@@ -45,7 +45,7 @@ def find_bad_tensors(built: RunParts) -> dict[str, list[int]]:
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _find_bad(built, built.tensors())  # collective
+    return _find_bad(built.tensors(), built.state, built.world)  # collective
 
 
 def find_bad_parameters(built: RunParts) -> dict[str, list[int]]:
@@ -54,14 +54,13 @@ def find_bad_parameters(built: RunParts) -> dict[str, list[int]]:
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _find_bad(built, {f"model/{name}": p for name, p in built.model.named_parameters()})  # collective
+    parameters = {f"model/{name}": p for name, p in built.model.named_parameters()}
+    return _find_bad(parameters, built.state, built.world)  # collective
 
 
-def _find_bad(built: RunParts, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    exempt = exempt_names(built.state, tensors)
-    return _gather_bad(
-        {name: tensor for name, tensor in tensors.items() if name not in exempt}, built.world
-    )  # collective
+def _find_bad(tensors: Mapping[str, Tensor], state: RunState, world: World) -> dict[str, list[int]]:
+    exempt = exempt_names(state, tensors)
+    return _gather_bad({name: tensor for name, tensor in tensors.items() if name not in exempt}, world)  # collective
 
 
 def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
