@@ -27,7 +27,6 @@ from lockstep.data.groups import GroupOrder, TokenGroups, grouped_order
 from lockstep.data.sampler import SizedOrder
 from lockstep.data.shard_order import training_order
 from lockstep.data.stream_batches import StreamData
-from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.membership import Member
 from lockstep.distributed.world import World
 from lockstep.engines.gradient_norms import GradientNorms
@@ -146,8 +145,8 @@ def build_together(
 ) -> RunParts:
     """Build as `build`, in the caller's `World.together`. Collective.
 
-    Agreements wait for the next gather. `agree` comes before code that may have collectives of its own: the user's,
-    or an engine's.
+    Agreements wait for the next gather, which raises an error of one rank on the others too. `agree` comes before code
+    that may have collectives of its own: the user's, or an engine's.
     """
     opening = _open_folder(config, world, request)  # collective
     draft = _make_draft(opening, user_task, world, request)  # collective
@@ -184,7 +183,7 @@ def build_together(
     )
     # Most runs that do not fit end in the first forward.
     with explained(engine, world), cut_trial(settings, world, is_open=built.run_plan.cut == BY_RANKS):
-        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
+        check_in_optimizer(engine.model, groups.optimizer, unfrozen)
         _try_task(built, trial_data)  # collective
         # Free the samples before the model is compiled.
         del trial_data
@@ -195,7 +194,7 @@ def build_together(
         built.config = built.run_plan.config
     state.compile = built.config.compile
     # Errors of the task's own schedule show before step 1.
-    on_all_ranks(world, built.check_rates)
+    built.check_rates()
     request.check_last(built)
     return built
 
@@ -325,14 +324,14 @@ def _config_of_ranks(draft: Config) -> Config:
     return dataclasses.replace(draft, batchnorm=resolve_batchnorm(draft, world_size=2).kind)
 
 
-def _start_epoch(task: Task, batches: Batches, world: World, step: int | None = None) -> None:
-    """Begin the epoch of a step, or the first one. Collective.
+def _start_epoch(task: Task, batches: Batches, step: int | None = None) -> None:
+    """Begin the epoch of a step, or the first one, on every rank.
 
     A framework's task begins it later, because its hook needs an optimizer.
     """
     if (starts := batches.epoch_starts) and not task.framework:
         epoch = 0 if step is None else starts.epoch(batches.step_plan, step)
-        on_all_ranks(world, partial(starts.call, epoch))
+        starts.call(epoch)
 
 
 def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:
@@ -349,22 +348,19 @@ def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_
 
 def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> Task:
     """Check the settings that no task changes, then make the task. Collective."""
+    say = notify(world)
     check_auditable(draft, world)
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
     check_precision(draft.precision, world.device)
     # A division that depends on the model is checked once the model is made.
     if draft.micro_batch_size:
-        check_division(draft, world, notify(world))
-
-    def make() -> Task:
-        check(draft)
-        if user_task is None:
-            made = make_task(draft, notify(world))
-        else:
-            made = as_task(user_task)
-        return task_in_precision(made, draft.precision, world.device.type, notify(world))
-
-    task = on_all_ranks(world, make)  # collective
+        check_division(draft, world, say)
+    check(draft)
+    if user_task is None:
+        made = make_task(draft, say)
+    else:
+        made = as_task(user_task)
+    task = task_in_precision(made, draft.precision, world.device.type, say)
     check_auditable_loss(draft, task)
     # "micro-batch" depends on how a step is cut: detect it again.
     if state.reduction != "micro-batch":
@@ -377,11 +373,11 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
     """Make the training set and the evaluation sets, and count the training samples. Collective."""
     dataset, evaluation, samples = make_datasets(task, world, draft.seed)  # collective
-    loaded = on_all_ranks(world, lambda: with_retries(draft, dataset, world))
+    loaded = with_retries(draft, dataset, world)
     if isinstance(loaded, StreamData):
-        on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))
+        check_stream(draft, task, loaded.source)
         return TrainingSet(dataset, loaded, None), evaluation, 0
-    order = on_all_ranks(world, lambda: _order(draft, task, dataset))
+    order = _order(draft, task, dataset)
     return TrainingSet(dataset, loaded, order), evaluation, samples
 
 
@@ -417,7 +413,7 @@ def _check_settings(draft: _Draft, world: World) -> None:
     requested = draft.opening.requested
     state = draft.opening.state
     settings = draft.resolved.config
-    config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
+    config_file = read_json(requested.engine_options.config)
     # Compare max_steps as the user set it: an extended plan is not what the file contradicts.
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     draft.resolved.record(state)
@@ -435,20 +431,16 @@ def _check_plan(draft: _Draft, world: World) -> dict[str, Any]:
     model = draft.model
     settings = draft.resolved.config
     run_plan = draft.resolved.run_plan
-    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | task_tensors(task)))
+    checkpoint.check_storable(model.state_dict() | task_tensors(task))
     check_weights(world, {"model": model, **task.fixed_models})
     data = task.fingerprint or getattr(draft.training.dataset, "fingerprint", "")
     plan = plan_of(settings, run_plan, task, model, own_task=draft.own_task) | {"data": data} | draft.training.plan
-    on_all_ranks(world, lambda: _check_cuttable(settings, task, model, draft.training, run_plan))
+    _check_cuttable(settings, task, model, draft.training, run_plan)
     before = checkpoint_plan(opening.state, plan)
     # Ranks with different plans would train different models.
     world.check_same("plan", plan)
-
-    def compare() -> list[str]:
-        additive = is_additive(task, model)
-        return check_plan(opening.folder.path, before, plan, settings, opening.requested, is_additive=additive)
-
-    for line in on_all_ranks(world, compare):
+    additive = is_additive(task, model)
+    for line in check_plan(opening.folder.path, before, plan, settings, opening.requested, is_additive=additive):
         notify(world)(line)
     return plan
 
@@ -468,14 +460,14 @@ def _check_data(draft: _Draft, batches: Batches, world: World, request: BuildReq
     settings = draft.resolved.config
     first_step = min(state.global_step, draft.resolved.run_plan.step_plan.steps - 1)
     # `check_programs` reads samples of the first epoch.
-    _start_epoch(task, batches, world)
+    _start_epoch(task, batches)
     check_programs(world, task, batches.samples(first_step, 0))
     # A dataset that this process has trained on may have changed with the epochs.
     folder = draft.opening.folder.path
     contents_check = partial(accept_contents, folder, state, settings, compares=request.proves)
     notes = check_samples(settings, draft.training.dataset, draft.evaluation_sets, world, batches, contents_check)
     if first_step:
-        _start_epoch(task, batches, world, first_step)
+        _start_epoch(task, batches, first_step)
     notes[:0] = draft.notes
     return notes
 
@@ -542,9 +534,8 @@ def _try_task(built: RunParts, data: _TrialData) -> None:
     if data.samples:
         names = check_task(trial, data.samples, built.batches, built.evaluation, built.state, recorded)  # collective
         check_criteria(built.config, names)
-        parts = (built.config, built.task, built.model, built.setup.training, built.run_plan)
         # The trial has found out whether the loss adds up, which decides whether a step may be cut.
-        on_all_ranks(built.world, lambda: _check_cuttable(*parts))
+        _check_cuttable(built.config, built.task, built.model, built.setup.training, built.run_plan)
     elif data.places is not None:
         check_loss(trial, built.batches, data.places, recorded)  # collective
 
