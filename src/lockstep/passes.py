@@ -294,7 +294,9 @@ class Passes:
                 # DDP and FSDP exchange gradients during the last backward, so it gets its own name.
                 clock.lap("backward" if is_last else "backward/alone")
             if counts and numbers is not None:
-                numbers_by_name = {name: weights.number(value, batch) for name, value in numbers.items()}
+                numbers_by_name = {}
+                for name, value in numbers.items():
+                    numbers_by_name[name] = weights.number(value, batch)
                 self._numbers.add(step, batch.index, numbers_by_name, counts=bool(batch.weight))
             if batch.weight:
                 losses.append(weights.in_items(loss.detach(), batch))

@@ -144,26 +144,24 @@ class Rates:
 
     def due(self, epochs: int, values: Mapping[str, float], interval: str = "epoch") -> list[str]:
         """Return the names among `values` by which schedulers step after `epochs` epochs or steps."""
-        return [
-            entry.monitor
-            for entry in self._schedulers
-            if entry.monitor
-            and entry.monitor in values
-            and entry.interval == interval
-            and epochs % entry.frequency == 0
-        ]
+        monitors = []
+        for entry in self._schedulers:
+            if (
+                entry.monitor
+                and entry.monitor in values
+                and entry.interval == interval
+                and epochs % entry.frequency == 0
+            ):
+                monitors.append(entry.monitor)
+        return monitors
 
     def unknown(self, values: Iterable[str]) -> str:
         """Return a name that a strict scheduler watches and `values` lacks; else ""."""
         names = set(values)
-        return next(
-            (
-                entry.monitor
-                for entry in self._schedulers
-                if entry.monitor and entry.strict and entry.monitor not in names
-            ),
-            "",
-        )
+        for entry in self._schedulers:
+            if entry.monitor and entry.strict and entry.monitor not in names:
+                return entry.monitor
+        return ""
 
     def watch(self, done: int, name: str, value: float) -> None:
         """Step the plateaus that follow `name`, after `done` updates."""
@@ -223,7 +221,11 @@ def _state_of(scheduler: Any) -> dict[str, Any]:
     """Return a copy of a scheduler's state, without its optimizer and its functions."""
     if hasattr(scheduler, "state_dict"):
         return copy.deepcopy(dict(scheduler.state_dict()))
-    return {name: value for name, value in vars(scheduler).items() if name != "optimizer"}
+    values = {}
+    for name, value in vars(scheduler).items():
+        if name != "optimizer":
+            values[name] = value
+    return values
 
 
 def _restore(scheduler: Any, state: dict[str, Any]) -> None:

@@ -342,7 +342,9 @@ def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | 
 def _weights_for_use(path: Path, tensors: FullTensors, *, ema: bool) -> FullTensors:
     """Return the tensors with the averaged weights, or those for evaluation, under all names."""
     if ema:
-        chosen = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
+        chosen = {}
+        for name in averages_of(path, tensors.contents):
+            chosen[f"model/{name.removeprefix(AVERAGE)}"] = name
     else:
         chosen = evaluated_of(tensors.contents)
     if not chosen:

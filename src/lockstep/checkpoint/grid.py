@@ -93,7 +93,9 @@ class Grid:
         """
         if not _are_rows(cuts, 2, deep=True) or not _are_rows(files, 3):
             return "its cuts or files are not lists of runs"
-        counts = [sum(count for _, count in dimension) for dimension in cuts]
+        counts = []
+        for dimension in cuts:
+            counts.append(sum(count for _, count in dimension))
         if min([1, *counts]) < 1 or math.prod(counts) > most or sum(count for _, count, _ in files) > most:
             return "it has no slice, or more than there are files"
         numbers = tuple(start + distance * k for start, count, distance in files for k in range(count))
@@ -158,7 +160,9 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
             along the others.
     """
     # The mesh's dimensions that cut each dimension of the tensor, in the order of cutting.
-    axes: list[list[int]] = [[axis for axis, cut in shards.items() if cut == dim] for dim in range(len(shape))]
+    axes: list[list[int]] = []
+    for dim in range(len(shape)):
+        axes.append([axis for axis, cut in shards.items() if cut == dim])
     edges = []
     kept = []
     for size, mine in zip(shape, axes, strict=True):

@@ -369,7 +369,10 @@ class RemoteRun:
         """
         final = path_of(folder, step)
         manifest = self.manifest(step)
-        files = {file_name: file for file_name, file in manifest.files.items() if names is None or file_name in names}
+        files = {}
+        for file_name, file in manifest.files.items():
+            if names is None or file_name in names:
+                files[file_name] = file
         size = sum(int(file["size"]) for file in files.values())
         if names is None:
             say(f"downloading {final.name} ({bytes_text(size)}) from {self.url}")
@@ -480,7 +483,10 @@ class RemoteRun:
         """Return the steps of checkpoints whose upload or removal did not end."""
         listing = self._listing()
         noted = {step_of(name.partition("/")[0]) for name in self._sizes("uploads")}
-        begun = {step for step in noted if step is not None and step not in listing}
+        begun = set()
+        for step in noted:
+            if step is not None and step not in listing:
+                begun.add(step)
         return sorted(begun | {step for step, sizes in listing.items() if MANIFEST not in sizes})
 
     # --- requests
@@ -540,7 +546,11 @@ class RemoteRun:
         except FileNotFoundError:
             return {}
         files = {str(name): int(info.get("size") or 0) for name, info in listing.items()}
-        return {name[len(prefix) + 1 :]: size for name, size in files.items() if name.startswith(f"{prefix}/")}
+        sizes = {}
+        for name, size in files.items():
+            if name.startswith(f"{prefix}/"):
+                sizes[name[len(prefix) + 1 :]] = size
+        return sizes
 
     def discard_files(self, names: list[str]) -> None:
         """Delete files, one after the other, in this order; missing ones are fine."""

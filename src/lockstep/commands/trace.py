@@ -111,7 +111,10 @@ def trace_command(argv: list[str]) -> int:
         raise
     if code:
         _say(f"the command ended with exit code {code}")
-    scripts = [word for word in program if word.endswith(".py")]
+    scripts = []
+    for word in program:
+        if word.endswith(".py"):
+            scripts.append(word)
     record = {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps, "scripts": scripts}
     try:
         _ended(folder, created, record)

@@ -42,7 +42,11 @@ def command(argv: list[str]) -> int:
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = []
+    for name in text.split(","):
+        if name.strip():
+            names.append(name.strip())
+    return names
 
 
 def _sizes(text: str) -> list[int]:

@@ -105,7 +105,10 @@ class ArrowShards(ShardFormat):
 
         Converting each shard by itself takes longer.
         """
-        shards = [shard for shard, _ in parts if isinstance(shard, _ArrowShard)]
+        shards = []
+        for shard, _ in parts:
+            if isinstance(shard, _ArrowShard):
+                shards.append(shard)
         rows = []
         for shard, (_, rows_of_shard) in zip(shards, parts, strict=True):
             rows.extend(shard.slices(rows_of_shard))

@@ -121,7 +121,9 @@ def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> I
         current = np.maximum(counts[number - 1], low[number])
         missing = bounds[number] - int(current.sum())
         may = np.flatnonzero(current < high[number]).tolist()
-        due = {source: int(np.searchsorted(low[:, source], current[source] + 1)) for source in may}
+        due = {}
+        for source in may:
+            due[source] = int(np.searchsorted(low[:, source], current[source] + 1))
         current[sorted(may, key=lambda source: due[source])[:missing]] += 1
         counts[number] = current
     return counts

@@ -221,10 +221,10 @@ class _TokenShard(OpenShard):
             raise ShardError(
                 f"it has the token {int(windows.max())}, and vocab_size is {self._vocab_size}: give another dtype"
             )
-        return [
-            {"input_ids": inputs, "labels": labels}
-            for inputs, labels in zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True)
-        ]
+        samples = []
+        for inputs, labels in zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True):
+            samples.append({"input_ids": inputs, "labels": labels})
+        return samples
 
 
 # --- webdataset

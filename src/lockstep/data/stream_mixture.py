@@ -48,7 +48,10 @@ class MixtureSource:
         for name, source in zip(names, sources, strict=True):
             source.name = f"{source.name} (source {name})"
         self.used = [any(shares[number] for _, shares in points) for number in range(len(names))]
-        used = [each for each, has_weight in zip(sources, self.used, strict=True) if has_weight]
+        used = []
+        for each, has_weight in zip(sources, self.used, strict=True):
+            if has_weight:
+                used.append(each)
         self.smallest = min(used, key=lambda each: each.parts)
         self.parts, self.name = self.smallest.parts, f"a mixture of {', '.join(names)}"
         self.draws_random, self.sizes = any(each.draws_random for each in used), list[int]()
@@ -56,7 +59,10 @@ class MixtureSource:
     @property
     def plan(self) -> dict[str, int]:
         """The parts of each source, for a resume."""
-        return {name: source.parts for name, source in zip(self.names, self.sources, strict=True)}
+        parts = {}
+        for name, source in zip(self.names, self.sources, strict=True):
+            parts[name] = source.parts
+        return parts
 
 
 @final

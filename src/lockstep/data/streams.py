@@ -220,7 +220,9 @@ def _emptiness(lanes: Lanes, sizes: Sequence[int]) -> float:
     """Return the share of the micro-batches of an epoch that would be empty."""
     shares = list[float]()
     for epoch in range(_MEASURED_EPOCHS):
-        loads = [sum(sizes[part] for part in lanes.parts_of(epoch, lane)) for lane in range(lanes.count)]
+        loads = []
+        for lane in range(lanes.count):
+            loads.append(sum(sizes[part] for part in lanes.parts_of(epoch, lane)))
         shares.append(1 - sum(loads) / max(1, len(loads) * max(loads)))
     return max(shares)
 

@@ -172,13 +172,18 @@ def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | 
     on_device = []
     for value in values:
         on_device.append(isinstance(value, Tensor) and value.device.type == device)
-    host = [None if away else float(value) for value, away in zip(values, on_device, strict=True)]
+    host = []
+    for value, away in zip(values, on_device, strict=True):
+        host.append(None if away else float(value))
     return host, [value for value, away in zip(values, on_device, strict=True) if away and isinstance(value, Tensor)]
 
 
 def _merge_values(host: list[float | None], read: list[float]) -> list[float]:
     device_values = iter(read)
-    return [next(device_values) if value is None else value for value in host]
+    values = []
+    for value in host:
+        values.append(next(device_values) if value is None else value)
+    return values
 
 
 # --- skipped steps
@@ -332,7 +337,11 @@ def _first_nonfinite(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: 
 
 
 def _modules(plain: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in plain.named_modules() if not name.endswith("_checkpoint_wrapped_module")]
+    modules = []
+    for name, module in plain.named_modules():
+        if not name.endswith("_checkpoint_wrapped_module"):
+            modules.append((name, module))
+    return modules
 
 
 def _is_finite(value: Any) -> bool:

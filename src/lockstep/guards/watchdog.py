@@ -381,7 +381,10 @@ class Inquiry:
         )
 
     def _describe_missing(self, answers: dict[int, dict[str, Any]], heartbeats: Heartbeats) -> str:
-        missing = [rank for rank in range(self._world.size) if rank not in answers]
+        missing = []
+        for rank in range(self._world.size):
+            if rank not in answers:
+                missing.append(rank)
         if missing:
             return " and ".join(
                 f"{rank_label(rank)} did not arrive{self._last_position(rank, heartbeats)}" for rank in missing[:8]

@@ -106,7 +106,10 @@ def reap_orphans(children: Iterable[Child]) -> None:
         children: processes whose exit codes are still needed; their own `poll` reaps them.
     """
     # A Popen reaps its own process. Reaping it here would lose the exit code that its owner still needs.
-    waiting = {child.pid: child for child in children if child.returncode is None}
+    waiting = {}
+    for child in children:
+        if child.returncode is None:
+            waiting[child.pid] = child
     while (pid := _next_ended()) is not None:
         if pid not in waiting:
             os.waitpid(pid, os.WNOHANG)
@@ -384,7 +387,11 @@ class _Agent(LocalElasticAgent):
     def _processes(self) -> dict[int, "subprocess.Popen[bytes]"]:
         # torch keeps the handles of the processes in `subprocess_handlers`, the same since torch 2.11.
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return {rank: handler.proc for rank, handler in handlers.items() if rank not in self._spared}
+        running = {}
+        for rank, handler in handlers.items():
+            if rank not in self._spared:
+                running[rank] = handler.proc
+        return running
 
     def _reap(self) -> None:
         children = []
@@ -559,7 +566,10 @@ class _Agent(LocalElasticAgent):
             for local, process in processes.items():
                 if self._has_failed(local, code := process.poll()):
                     ends.setdefault(local, (code or 0, time.time()))
-            running = [process for process in processes.values() if process.poll() is None]
+            running = []
+            for process in processes.values():
+                if process.poll() is None:
+                    running.append(process)
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
             # A stopped process does not end by itself, so do not wait for it.
             if all(_is_stopped(process.pid) for process in running):

@@ -350,7 +350,10 @@ def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, in
 
 
 def _settings(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    pairs = []
+    for pair in text.split(","):
+        if pair:
+            pairs.append(pair.partition("="))
     if any(not equals or not key for key, equals, _ in pairs):
         raise ConfigError(f"--rdzv-conf is '{text}': it must be KEY=VALUE,...")
     return {key: value for key, _, value in pairs}

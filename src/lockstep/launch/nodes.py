@@ -817,12 +817,19 @@ def _exchange(group: Any, own: dict[str, Any] | None, secret: Secret) -> dict[st
 
 def _progress(folder: Path) -> RankProgress | None:
     """Return the progress of this node's most advanced rank."""
-    places = [RankProgress.read(path) for path in folder.iterdir() if path.name.isdigit()]
+    places = []
+    for path in folder.iterdir():
+        if path.name.isdigit():
+            places.append(RankProgress.read(path))
     return max((place for place in places if place), key=lambda place: place.step, default=None)
 
 
 def _of(slots: set[str], names: list[str]) -> list[str]:
-    return [name for name in names if name.partition(".")[0] in slots]
+    inside = []
+    for name in names:
+        if name.partition(".")[0] in slots:
+            inside.append(name)
+    return inside
 
 
 def _values(failure: ProcessFailure) -> dict[str, Any]:

@@ -233,7 +233,10 @@ class HubEncoder:
             rows.append(dict(zip(keys, values, strict=True)))
         # A text without tokens becomes one padding token: no model takes an empty row.
         one = {"input_ids": self.pad, "attention_mask": 1}
-        return [row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys} for row in rows]
+        encoded = []
+        for row in rows:
+            encoded.append(row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys})
+        return encoded
 
     def save(self, folder: Path) -> None:
         """Write the files that `HubEncoder(folder)` reads."""

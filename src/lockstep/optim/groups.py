@@ -118,7 +118,10 @@ def freeze(model: nn.Module, rules: Rules) -> list[str]:
         ConfigError: a pattern matches no parameter.
     """
     chosen = matched(model, rules.patterns)
-    frozen = [name for name, rule in chosen.items() if rule.frozen]
+    frozen = []
+    for name, rule in chosen.items():
+        if rule.frozen:
+            frozen.append(name)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return frozen
@@ -198,7 +201,11 @@ def groups(
 def embeddings(model: nn.Module) -> set[torch.Tensor]:
     """Return the weights of the model's embeddings, which includes tied heads."""
     embedding_types = (nn.Embedding, nn.EmbeddingBag)
-    return {module.weight for module in model.modules() if isinstance(module, embedding_types)}
+    weights = set()
+    for module in model.modules():
+        if isinstance(module, embedding_types):
+            weights.add(module.weight)
+    return weights
 
 
 def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
@@ -209,7 +216,10 @@ def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule
     names = [name for name, _ in model.named_parameters()] if rules else []
     matches: dict[str, GroupRule] = {}
     for rule in rules:
-        matching = [name for name in names if fnmatchcase(name, rule.pattern)]
+        matching = []
+        for name in names:
+            if fnmatchcase(name, rule.pattern):
+                matching.append(name)
         fresh = [name for name in matching if name not in matches]
         if not fresh:
             raise ConfigError(_unmatched(rule.pattern, names, matching and matches[matching[0]].pattern))

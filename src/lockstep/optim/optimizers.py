@@ -288,8 +288,14 @@ def muon(  # noqa: PLR0913
     """
     hidden = hidden_matrices(model, rules.blocks, rules)
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr, separate=hidden, separate_lr=muon_lr)
-    muon_groups = [group for group in members if group["params"][0] in hidden]
-    adamw_groups = [group for group in members if group["params"][0] not in hidden]
+    muon_groups = []
+    for group in members:
+        if group["params"][0] in hidden:
+            muon_groups.append(group)
+    adamw_groups = []
+    for group in members:
+        if group["params"][0] not in hidden:
+            adamw_groups.append(group)
     for group in muon_groups:
         group.setdefault("lr", muon_lr)
         group |= {"muon": True, "momentum": momentum, "nesterov": True, "ns_steps": ns_steps}

@@ -525,7 +525,10 @@ def _read_proofs(facts: RunFacts) -> None:
         data = _small_json(path, [])
         rows = data.get("rows")
         if isinstance(rows, list) and "fingerprints" in data and len(facts.certificates) < _CERTIFICATES:
-            certificate = [row for row in rows[:_CHECKPOINTS] if isinstance(row, dict)]
+            certificate = []
+            for row in rows[:_CHECKPOINTS]:
+                if isinstance(row, dict):
+                    certificate.append(row)
             facts.certificates.append(
                 {"file": shown(path.name), "steps": shown(data.get("steps", "?")), "rows": certificate}
             )

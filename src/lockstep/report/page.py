@@ -165,7 +165,10 @@ def _compare_losses(a: RunFacts, b: RunFacts) -> str:
         return "Mean losses are not compared: the second half has no common record, or a loss that is not finite."
     mean_a = math.fsum(losses_a) / count
     mean_b = math.fsum(losses_b) / count
-    differing = [name for name in _ORDER if _plan_value(a, name) != _plan_value(b, name)]
+    differing = []
+    for name in _ORDER:
+        if _plan_value(a, name) != _plan_value(b, name):
+            differing.append(name)
     order = f" The runs draw other samples or another order (different {', '.join(differing)})." if differing else ""
     return (
         f"Mean loss from step {start:,} on ({count:,} common records): "
@@ -354,7 +357,10 @@ def _profile(verdict: dict[str, Any]) -> dict[str, Any]:
     following = following if isinstance(following, dict) else {}
     gain = following.get("gain")
     steps = verdict.get("steps")
-    exposed = [name for name in numbers if name != "hidden_communication"]
+    exposed = []
+    for name in numbers:
+        if name != "hidden_communication":
+            exposed.append(name)
     return {
         "steps": " to ".join(shown(step, 20) for step in steps[:2]) if isinstance(steps, list) else "?",
         "sentence": shown(verdict.get("sentence", ""), 400),

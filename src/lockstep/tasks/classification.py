@@ -247,7 +247,10 @@ def _text_columns(table: HubTable, option: str, flag: str) -> list[str]:
             kinds[name] = "string"
         else:
             kinds[name] = dtype
-    return [find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column") for name in names]
+    columns = []
+    for name in names:
+        columns.append(find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column"))
+    return columns
 
 
 def _f1(classes: int) -> Any:

@@ -116,7 +116,10 @@ def find_column(
                 f"{flag}: the column '{option_value}' has {kinds[option_value]}, not {kind}; its columns: {names}"
             )
         return option_value
-    fitting = [name for name in kinds if not kind or kinds[name] == kind]
+    fitting = []
+    for name in kinds:
+        if not kind or kinds[name] == kind:
+            fitting.append(name)
     column = next((name for name in usual if name in fitting), "")
     if not column and kind and len(fitting) == 1:
         column = fitting[0]

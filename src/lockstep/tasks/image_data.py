@@ -249,7 +249,10 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     content = []
     for file, label in (*train, *evaluation):
         content.append((file, (root / file).stat().st_size, label))
-    others = {split for split in _EVALUATION if evaluation_part and split != evaluation_part}
+    others = set()
+    for split in _EVALUATION:
+        if evaluation_part and split != evaluation_part:
+            others.add(split)
     sizes = {file: size for file, size, _ in content}
     _account(root, sizes, broken, others, flag).check(config.data.skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())

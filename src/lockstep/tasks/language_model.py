@@ -294,7 +294,10 @@ class CausalLM(LanguageModel):
         """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
         ids = batch["input_ids"]
         labels = batch["labels"]
-        layout = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        layout = {}
+        for name in ("positions", "documents"):
+            if name in batch:
+                layout[name] = batch[name]
         chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
         if chunk or self._inside:
             return cast(Tensor, model(ids, **layout, labels=labels, chunk=chunk))
@@ -352,7 +355,10 @@ def _by_length(begins: Sequence[list[int]]) -> list[list[int]]:
 
 def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Stack each tensor [seq_len] of the samples to [len(samples), seq_len]."""
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    batch = {}
+    for name in samples[0]:
+        batch[name] = torch.stack([sample[name] for sample in samples])
+    return batch
 
 
 def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -77,7 +77,10 @@ def table_files(name: str) -> list[Path]:
             return [root]
         return []
     files = _files(root) if root.is_dir() else []
-    tables = [path for path in files if inner_suffix(path) in _KINDS]
+    tables = []
+    for path in files:
+        if inner_suffix(path) in _KINDS:
+            tables.append(path)
     prose = []
     for path in files:
         if inner_suffix(path) in _PROSE and not path.stem.upper().startswith("README"):
@@ -88,7 +91,11 @@ def table_files(name: str) -> list[Path]:
 
 
 def _files(root: Path) -> list[Path]:
-    return [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path, root)]
+    paths = []
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and not _hidden(path, root):
+            paths.append(path)
+    return paths
 
 
 def _hidden(path: Path, root: Path) -> bool:
@@ -162,7 +169,10 @@ def _plain(path: Path, cache: Path) -> Path:
 
 def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any]:
     """Return the options with which `datasets` reads the files."""
-    texts = [path for path in files if inner_suffix(path) != ".parquet"]
+    texts = []
+    for path in files:
+        if inner_suffix(path) != ".parquet":
+            texts.append(path)
     encodings = {_encoding(path, request) for path in texts}
     if len(encodings) > 1:
         raise DataError(
@@ -172,7 +182,10 @@ def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any
         return {}
     encoding = encodings.pop()
     options: dict[str, Any] = {"encoding": encoding}
-    tables = [path for path in texts if _KINDS[inner_suffix(path)] == "csv"]
+    tables = []
+    for path in texts:
+        if _KINDS[inner_suffix(path)] == "csv":
+            tables.append(path)
     styles = {path: _csv_style(path, encoding, request) for path in tables}
     if len(set(styles.values())) > 1:
         kinds = ", ".join(f"{path.name} by {style[0]!r}" for path, style in list(styles.items())[:3])

@@ -412,10 +412,9 @@ class TokenCorpus:
 
     def _samples(self, shards: list[str] | None, name: str, packing: Packing, masked: bool) -> Samples:
         """Open a split: its shards, or its only file."""
-        parts: list[TokenSamples] = [
-            _KINDS[packing.kind](self.folder / f"{shard}.bin", self.vocab_size, packing.seq_len, masked)
-            for shard in shards or [name]
-        ]
+        parts: list[TokenSamples] = []
+        for shard in shards or [name]:
+            parts.append(_KINDS[packing.kind](self.folder / f"{shard}.bin", self.vocab_size, packing.seq_len, masked))
         if shards is None:
             return parts[0]
         return TokenShards(parts)

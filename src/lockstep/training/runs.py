@@ -154,7 +154,10 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
         row.last_record, row.seconds = metrics.stat().st_mtime, _sum_seconds(metrics)
         if not records and metrics.stat().st_size:
             row.note = row.note or "metrics.jsonl is damaged"
-    losses = [record["running_loss"] for record in records if "running_loss" in record]
+    losses = []
+    for record in records:
+        if "running_loss" in record:
+            losses.append(record["running_loss"])
     row.last_loss = _number(losses[-1]) if losses else None
     for position in [*records, dataclasses.asdict(state.place) if state.place else {}]:
         step = _integer(position.get("global_step"))

@@ -373,7 +373,10 @@ def _differentiable_gradients(
             tensors.append(tensor)
         else:
             tensors.append(None)
-    needed = [tensor for tensor in tensors if tensor is not None]
+    needed = []
+    for tensor in tensors:
+        if tensor is not None:
+            needed.append(tensor)
     with torch.enable_grad(), empty_slot(not ctx.counts):
         output = _normalise_by_parts(input, weight, bias, ctx.eps)
         gradients = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
@@ -456,7 +459,11 @@ def _is_other(module: nn.Module) -> bool:
 
 def recorders(model: nn.Module) -> list[Recording]:
     """Return the model's recording layers with running statistics, in order."""
-    return [module for module in model.modules() if isinstance(module, Recording) and module.running_mean is not None]
+    modules = []
+    for module in model.modules():
+        if isinstance(module, Recording) and module.running_mean is not None:
+            modules.append(module)
+    return modules
 
 
 def synchronised(model: nn.Module, say: Callable[[str], None]) -> nn.Module:

@@ -255,7 +255,11 @@ def autotuned() -> list[str]:
 
     The choice differs from run to run.
     """
-    return [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
+    names = []
+    for name in _AUTOTUNE:
+        if os.environ.get(name) == "1":
+            names.append(name)
+    return names
 
 
 def check_graphs() -> None:

@@ -227,7 +227,10 @@ class StepRecorder:
             self._before_first(step)
 
     def _before_first(self, step: dict[str, Any]) -> None:
-        trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        trainable = []
+        for name, p in self._model.named_parameters():
+            if p.requires_grad:
+                trainable.append((name, p))
         gradients = []
         for n, p in trainable:
             if p.grad is not None and self._one_update:
@@ -239,9 +242,9 @@ class StepRecorder:
         if self.ended:
             digests = self.ended["held"]
             local = [(name, local_of(p)) for name, p in trainable]
-            step["changed"] += [
-                ["weights", n] for n, p in local if n in digests and p.numel() and digests[n] != digest(p)
-            ]
+            for n, shard in local:
+                if n in digests and shard.numel() and digests[n] != digest(shard):
+                    step["changed"].append(["weights", n])
 
 
 class _Probe(ForwardingEngine):

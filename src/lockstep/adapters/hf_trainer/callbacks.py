@@ -42,11 +42,10 @@ def callbacks_of(trainer: Any) -> list[Any]:
     Raises:
         ConfigError: one ends epochs early, which no run can do.
     """
-    user_callbacks = [
-        callback
-        for callback in trainer.callback_handler.callbacks
-        if not type(callback).__module__.startswith(PACKAGES)
-    ]
+    user_callbacks = []
+    for callback in trainer.callback_handler.callbacks:
+        if not type(callback).__module__.startswith(PACKAGES):
+            user_callbacks.append(callback)
     for callback in user_callbacks:
         if "should_epoch_stop" in _stored(callback):
             raise ConfigError(f"from_trainer: the callback {type(callback).__name__} {_EPOCH_STOP}")
@@ -55,7 +54,10 @@ def callbacks_of(trainer: Any) -> list[Any]:
 
 def _stored(callback: Any) -> set[str]:
     """Return the attributes that a callback's methods assign, of any object."""
-    kinds = [base for base in type(callback).__mro__ if base is not object]
+    kinds = []
+    for base in type(callback).__mro__:
+        if base is not object:
+            kinds.append(base)
     codes = []
     for base in kinds:
         for attribute in vars(base).values():
@@ -213,7 +215,10 @@ class Events(Hooks):
                 if key.startswith(prefix):
                     numbers[key.removeprefix(prefix)] = number
             before = f"eval_{name}_" if name else "eval_"
-            logs = {f"{before}{key}": number for key, number in numbers.items() if key != "items"}
+            logs = {}
+            for key, number in numbers.items():
+                if key != "items":
+                    logs[f"{before}{key}"] = number
             self._log(logs)
             self._trainer.control.should_evaluate = False
             self._event("on_evaluate", metrics=logs)
@@ -303,7 +308,8 @@ class Events(Hooks):
         if not callbacks:
             return
         more |= {"processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
-        more |= {entry: _Absent(entry) for entry in ("lr_scheduler", "train_dataloader", "eval_dataloader")}
+        for entry in ("lr_scheduler", "train_dataloader", "eval_dataloader"):
+            more[entry] = _Absent(entry)
         with generators_kept():
             for entry in callbacks:
                 new_control = getattr(entry, name)(

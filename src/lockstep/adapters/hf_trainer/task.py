@@ -126,9 +126,10 @@ class TrainerTask(Task):
             return self._training
         dataset = self.trainer.eval_dataset if self._evaluates else None
         if isinstance(dataset, dict):
-            return {
-                name: samples_of(self.trainer, subset, f"eval_dataset['{name}']") for name, subset in dataset.items()
-            }
+            datasets = {}
+            for name, subset in dataset.items():
+                datasets[name] = samples_of(self.trainer, subset, f"eval_dataset['{name}']")
+            return datasets
         if dataset is None:
             return None
         return samples_of(self.trainer, dataset, "eval_dataset")
@@ -269,7 +270,10 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
         groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
     optimizer_class = type(optimizer)
     accepts = inspect.signature(type(optimizer)).parameters
-    defaults = {key: option for key, option in optimizer.defaults.items() if key in accepts}
+    defaults = {}
+    for key, option in optimizer.defaults.items():
+        if key in accepts:
+            defaults[key] = option
 
     def make(model: nn.Module) -> Optimizer:
         parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}

@@ -54,7 +54,9 @@ def check_arguments(trainer: Any) -> None:
     """
     # Lightning keeps some arguments only in private attributes.
     connector = trainer._accelerator_connector
-    plugins = [getattr(connector, name, None) for name in ("_precision_plugin_flag", "_cluster_environment_flag")]
+    plugins = []
+    for name in ("_precision_plugin_flag", "_cluster_environment_flag"):
+        plugins.append(getattr(connector, name, None))
     plugins.append(getattr(connector, "checkpoint_io", None))
     algorithm = trainer.gradient_clip_algorithm
     timer = next((extension for extension in trainer.callbacks if type(extension).__name__ == "Timer"), None)

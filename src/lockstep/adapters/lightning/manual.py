@@ -240,7 +240,10 @@ class ManualSteps:
 
     def state(self) -> dict[str, Tensor]:
         """Return the positions of the schedulers for a checkpoint."""
-        return {f"schedulers/{index}": scheduler.state for index, scheduler in enumerate(self._schedulers)}
+        states = {}
+        for index, scheduler in enumerate(self._schedulers):
+            states[f"schedulers/{index}"] = scheduler.state
+        return states
 
     def restored(self) -> None:
         """Advance the schedulers to the positions that were loaded into `state`."""
@@ -434,7 +437,11 @@ class ManualSteps:
         return torch.zeros_like(micro.placeholder)
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in _SHARED}
+        values = {}
+        for name, value in vars(module).items():
+            if name not in _SHARED:
+                values[name] = value
+        return values
 
     def _micro_batch(self, call: str) -> _MicroBatch:
         if self._current is None:

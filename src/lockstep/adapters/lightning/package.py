@@ -27,7 +27,10 @@ PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 def kind_of(value: Any, name: str) -> type | None:
     """Return an object's base class `name` from one of the packages, or None."""
-    return next((base for base in type(value).__mro__ if base.__name__ == name and _in_packages(base)), None)
+    for base in type(value).__mro__:
+        if base.__name__ == name and _in_packages(base):
+            return base
+    return None
 
 
 def written(owner: Any, method: str) -> bool:

@@ -168,8 +168,14 @@ def _plain_entry(entry: LoggedValue) -> list[Any]:
 
 def _loss_of(entries: list[LoggedValue]) -> Any:
     """Return the first logged value named like a loss, for a step without one."""
-    plain = [entry for entry in entries if not is_metric(entry.value)]
-    return next((entry.value for entry in plain if "loss" in entry.name.lower()), None)
+    plain = []
+    for entry in entries:
+        if not is_metric(entry.value):
+            plain.append(entry)
+    for entry in plain:
+        if "loss" in entry.name.lower():
+            return entry.value
+    return None
 
 
 def _text(form: Any) -> Tensor:

@@ -209,7 +209,11 @@ class Standing:
         """Set the callbacks, and those of a kind, as the Trainer's properties give them."""
 
         def of_kind(name: str) -> list[Any]:
-            return [callback for callback in callbacks if any(base.__name__ == name for base in type(callback).__mro__)]
+            matches = []
+            for callback in callbacks:
+                if any(base.__name__ == name for base in type(callback).__mro__):
+                    matches.append(callback)
+            return matches
 
         self.callbacks, self.checkpoint_callbacks = callbacks, of_kind("Checkpoint")
         self.early_stopping_callbacks = of_kind("EarlyStopping")
@@ -218,7 +222,11 @@ class Standing:
 
     def settings(self) -> dict[str, Any]:
         """Return the plain values that another process needs to make the same object."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+        values = {}
+        for name, value in vars(self).items():
+            if isinstance(value, bool | int | float | str):
+                values[name] = value
+        return values
 
     def take(self, settings: dict[str, Any]) -> None:
         """Set the values that `settings` returned."""

@@ -279,7 +279,10 @@ class Planner:
 
     def _total(self, config: Config, trace: StepTrace, slots: int, copies: float) -> MemoryEstimate:
         """Add batches, sums of a tree, and the device's allowance to a step's tensors."""
-        phases = {name: size for name, size in trace.peaks.items() if name != "start" or self.device.host}
+        phases = {}
+        for name, size in trace.peaks.items():
+            if name != "start" or self.device.host:
+                phases[name] = size
         phase = max(phases, key=lambda name: phases[name])
         parts = dict(trace.parts.get(phase, {"rest": phases[phase]}))
         unnamed = parts.pop("rest")

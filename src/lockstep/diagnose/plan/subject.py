@@ -163,8 +163,14 @@ def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
         shapes.add(str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]))
     if len(shapes) != 1 or len({type(block) for block in blocks}) != 1:
         return None
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return next((module_list for module_list in lists if list(module_list) == blocks), None)
+    lists = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            lists.append(module)
+    for module_list in lists:
+        if list(module_list) == blocks:
+            return module_list
+    return None
 
 
 def _language_model(config: Config, say: Say) -> Subject:

@@ -235,13 +235,12 @@ class _Stage:
         # The batch does not belong to the step: it is added for as many batches as are in memory.
         levels = {name: [level - batch_bytes for level in values] for name, values in levels.items()}
         peaks = {name: float(max(values)) for name, values in levels.items()}
-        parts = {
-            name: {key: float(size - batch_bytes * (key == "rest")) for key, size in sizes.items()}
-            for name, sizes in divided.items()
-        }
+        parts = {}
+        for name, sizes in divided.items():
+            parts[name] = {key: float(size - batch_bytes * (key == "rest")) for key, size in sizes.items()}
         state_bytes = float(recorder.level - batch_bytes)
-        for sizes in parts.values():
-            self._name_engine_state(sizes, state_bytes)
+        for bytes_by_name in parts.values():
+            self._name_engine_state(bytes_by_name, state_bytes)
         peaks["start"] = float(start)
         return StepTrace(
             peaks, levels, parts, state_bytes, _total_work(recorder.work, traced_slots), float(batch_bytes)
@@ -252,7 +251,10 @@ class _Stage:
 
         DDP's buffers have the gradients even while no parameter does.
         """
-        trained = [p for p in self._engine.model.parameters() if p.requires_grad]
+        trained = []
+        for p in self._engine.model.parameters():
+            if p.requires_grad:
+                trained.append(p)
         if isinstance(self._engine.model, DDP):
             buckets = float(sum(p.nbytes for p in trained))
         else:

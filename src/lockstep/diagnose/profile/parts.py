@@ -148,7 +148,9 @@ def _without_queue(rank: Parted) -> Parted:
     """
     about = rank.trace.about
     parts = dict(rank.parts)
-    queued = {name: float(milliseconds) for name, milliseconds in about.get("queued", {}).items()}
+    queued = {}
+    for name, milliseconds in about.get("queued", {}).items():
+        queued[name] = float(milliseconds)
     cpu_time, queue_time = (
         sum(float(times.get(name, 0.0)) for name in ("forward", "backward")) for times in (about.get("cpu", {}), queued)
     )
@@ -283,7 +285,9 @@ def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
     Exchanges of two ranks are matched by their ends, which no rank reaches long before another.
     """
     clocks = _clocks(traces)
-    exchanges_of_ranks = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
+    exchanges_of_ranks = []
+    for trace, clock in zip(traces, clocks, strict=True):
+        exchanges_of_ranks.append(_kinds(trace, clock))
     waits = []
     for rank, clock in enumerate(clocks):
         late = []

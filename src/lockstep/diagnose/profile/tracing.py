@@ -131,7 +131,10 @@ class ThreadUsage(NamedTuple):
     def mean_since(self, steps: int) -> dict[str, float]:
         """Return the mean use per step since this reading."""
         usage = ThreadUsage.now()
-        return {name: (new - old) / steps for name, new, old in zip(self._fields, usage, self, strict=True)}
+        means = {}
+        for name, new, old in zip(self._fields, usage, self, strict=True):
+            means[name] = (new - old) / steps
+        return means
 
 
 def local_ranks(world_size: int) -> int:
@@ -406,7 +409,8 @@ class StepTrace:
             held: the batches of the step, with their items.
         """
         self._traced.append(ThreadUsage.now())
-        self._padding += [positions(batch, items) for batch, items in held]
+        for batch, items in held:
+            self._padding.append(positions(batch, items))
 
     def prepare(self, parameters: int, held: Iterable[Any]) -> None:
         """Measure costs, and make torch's profiler.

@@ -248,9 +248,13 @@ class ScriptRecorder:
         The last one's loss has reached the host.
         """
         self._write()
-        times = {name: milliseconds for name, milliseconds in clock.read().items() if name not in _OUTSIDE}
+        times = {}
+        for name, milliseconds in clock.read().items():
+            if name not in _OUTSIDE:
+                times[name] = milliseconds
         record: dict[str, Any] = {"global_step": self._before + self.steps, "memory": peak_memory(self._device)}
-        record |= {f"time/{'other' if name == 'rest' else name}": milliseconds for name, milliseconds in times.items()}
+        for name, milliseconds in times.items():
+            record[f"time/{'other' if name == 'rest' else name}"] = milliseconds
         record["time/total"] = sum(times.values())
         loss = None
         if self._losses and self.rank == 0:

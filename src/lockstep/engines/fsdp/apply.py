@@ -92,7 +92,10 @@ class UsageCheck:
                 names.append(name)
         if names:
             self._refuse(names, self._describe_users(names[0], flags))
-        names = [name for name, n in zip(self._usage.names, mixing, strict=True) if n]
+        names = []
+        for name, n in zip(self._usage.names, mixing, strict=True):
+            if n:
+                names.append(name)
         if names:
             self._refuse(names, "used by some micro-batches of this step and not by others")
 
@@ -105,7 +108,10 @@ class UsageCheck:
         if all(flags):
             return flags
         leaves = reached(loss)
-        return [before or parameter in leaves for before, parameter in zip(flags, self._usage.parameters, strict=True)]
+        uses = []
+        for before, parameter in zip(flags, self._usage.parameters, strict=True):
+            uses.append(before or parameter in leaves)
+        return uses
 
     def _describe_users(self, name: str, flags: list[bool]) -> str:
         index = self._usage.names.index(name)
@@ -160,7 +166,10 @@ def check(request: EngineRequest, world: World) -> None:
             "--engine.output-dtype": options.output_dtype != "same",
             "--engine.accumulate shard": options.accumulate == "shard",
         }
-        wrong = [name for name, is_set in conflicts.items() if is_set]
+        wrong = []
+        for name, is_set in conflicts.items():
+            if is_set:
+                wrong.append(name)
         if wrong:
             raise ConfigError(f"--exact with --engine fsdp does not work with {', '.join(wrong)}; drop it")
     if options.shard_size and options.sharding != "hybrid":
@@ -251,7 +260,10 @@ def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
     The remains of the step: gathered parameters, gradients on their way, and the units' records of where they are.
     """
-    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            units.append(module)
     if not units:
         return []
     # The hook keeps the engine, and with it a process group.

@@ -436,7 +436,10 @@ def _norms_off(step: StepPair) -> list[str]:
         if norm is None and not spot.tensors("grad"):
             return []
         if norm is None:
-            clips = [event for event in _first(spot)["ev"] if event[1] == "clip" and event[4]]
+            clips = []
+            for event in _first(spot)["ev"]:
+                if event[1] == "clip" and event[4]:
+                    clips.append(event)
             squares = sum(tensor.square for tensor in spot.tensors("grad").values())
             norm = clips[-1][4][0] if clips else math.sqrt(squares)
         norms.append(float(norm))

@@ -362,7 +362,9 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
     text = f"the loss of the step is {second_loss:.6g} instead of {first_loss:.6g}"
     for name, column in _keys(step):
         counts = [_counts(step, side, name, column) for side in (0, 1)]
-        weighted = [_weighted(rank_losses, count) for rank_losses, count in zip(losses, counts, strict=True)]
+        weighted = []
+        for rank_losses, count in zip(losses, counts, strict=True):
+            weighted.append(_weighted(rank_losses, count))
         if None in weighted or weighted[0] is None or weighted[1] is None:
             continue
         if (
@@ -397,7 +399,10 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
 
 def _losses(spot: Spot) -> dict[int, list[float]]:
     records = spot.part.records(spot.at)
-    return {rank: [entry["v"][0] for entry in record["loss"] if entry["v"]] for rank, record in records.items()}
+    losses = {}
+    for rank, record in records.items():
+        losses[rank] = [entry["v"][0] for entry in record["loss"] if entry["v"]]
+    return losses
 
 
 def _total(losses: dict[int, list[float]]) -> float:
@@ -494,13 +499,20 @@ def _records(spot: Spot) -> dict[int, dict[str, Any]]:
 
 def _clips(record: dict[str, Any]) -> list[list[Any]]:
     """Return the clip events of a step: [when, "clip", which, limit, [norm]]."""
-    return [event for event in record["ev"] if event[1] == "clip"]
+    events = []
+    for event in record["ev"]:
+        if event[1] == "clip":
+            events.append(event)
+    return events
 
 
 def _clipped_scaled(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
-            unscaled = [event[0] for event in record["ev"] if event[1] == "unscale"]
+            unscaled = []
+            for event in record["ev"]:
+                if event[1] == "unscale":
+                    unscaled.append(event[0])
             clips = _clips(record)
             if clips and unscaled and clips[-1][0] < min(unscaled):
                 text = f"in {name} the norm is {_norm(clips[-1])} when it is clipped, and unscaled only afterwards"
@@ -519,8 +531,14 @@ def _norm(clip: list[Any]) -> float:
 def _unequal_clip_norms(step: StepPair) -> TraceFinding | None:
     """Report ranks that clip by their own norms although they update by one gradient."""
     for name, spot in step.sides():
-        norms = {rank: _norm(clips[-1]) for rank, record in _records(spot).items() if (clips := _clips(record))}
-        finite_norms = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
+        norms = {}
+        for rank, record in _records(spot).items():
+            if clips := _clips(record):
+                norms[rank] = _norm(clips[-1])
+        finite_norms = {}
+        for rank, norm in norms.items():
+            if math.isfinite(norm):
+                finite_norms[rank] = norm
         if len(finite_norms) < 2:
             continue
         reference = finite_norms[min(finite_norms)]
@@ -546,7 +564,10 @@ def _changed_after_clipping(step: StepPair) -> TraceFinding | None:
     changes: dict[str, tuple[int, float, float]] = {}
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
-            clips = [clip for clip in _clips(record) if clip[2] == "clip_grad_norm_" and clip[3]]
+            clips = []
+            for clip in _clips(record):
+                if clip[2] == "clip_grad_norm_" and clip[3]:
+                    clips.append(clip)
             if len(clips) == 1 and math.isfinite(_norm(clips[0])) and spot.tensors("grad"):
                 length = math.sqrt(sum(tensor.square for tensor in spot.tensors("grad").values()))
                 clipped = min(_norm(clips[0]), float(clips[0][3]))
@@ -675,7 +696,10 @@ def _batches(uses: dict[int, Use]) -> Iterator[dict[str, Any]]:
 def _is_left_padded(batch: dict[str, Any]) -> bool:
     """Whether a mask leaves out some samples' first element; without one, the labels."""
     names = batch.get("cn", ())
-    masks = [name for name in names if name.endswith("attention_mask")]
+    masks = []
+    for name in names:
+        if name.endswith("attention_mask"):
+            masks.append(name)
     counts = [batch["c"][2 * names.index(name) :][:2] for name in masks or names]
     return any(whole - behind < batch["n"] for whole, behind in counts)
 
@@ -708,7 +732,10 @@ def first_module(step: StepPair) -> str:
 def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
     first_gradients = step.one.tensors("grad")
     second_gradients = step.two.tensors("grad")
-    names = [name for name in first_gradients if name in second_gradients]
+    names = []
+    for name in first_gradients:
+        if name in second_gradients:
+            names.append(name)
     return [x for name in names for x in first_gradients[name].sketch], [
         x for name in names for x in second_gradients[name].sketch
     ]

@@ -68,7 +68,10 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
         )
     weights = _finite_in_both(step.one.tensors("weights"), step.two.tensors("weights"))
     compared["updates"] += len(matched(weights, _finite_in_both(step.one.before(), step.two.before())).both)
-    norms = [norm_of(spot) for _, spot in _sides(step) if spot.hidden]
+    norms = []
+    for _, spot in _sides(step):
+        if spot.hidden:
+            norms.append(norm_of(spot))
     compared["gradient norms"] += bool(norms) and None not in norms and every(math.isfinite(norm) for norm in norms)
     first_losses, second_losses = (losses_of(spot) for _, spot in _sides(step))
     if first_losses and second_losses:
@@ -83,7 +86,10 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
 def unended(pair: TracePair) -> list[str]:
     """List the runs that were not recorded to their end, or not on all ranks."""
     sides = (pair.one, pair.two)
-    runs = [f"{side.name} {side.stop} after step {len(side.spots)}" for side in sides if side.stop]
+    runs = []
+    for side in sides:
+        if side.stop:
+            runs.append(f"{side.name} {side.stop} after step {len(side.spots)}")
     for side in sides:
         trace_part = side.spots[0].part
         if len(trace_part.ranks) < trace_part.world:
@@ -118,12 +124,13 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
 def _finite_in_both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *, masks: bool = False) -> list[str]:
     """List the names with finite values in both; with `masks` also equal infinite ones."""
     pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
-    return [
-        name
-        for name, first_tensor, second_tensor in pairs
-        if (finite(first_tensor) and finite(second_tensor))
-        or (masks and first_tensor.digest == second_tensor.digest and math.isinf(first_tensor.square))
-    ]
+    names = []
+    for name, first_tensor, second_tensor in pairs:
+        if (finite(first_tensor) and finite(second_tensor)) or (
+            masks and first_tensor.digest == second_tensor.digest and math.isinf(first_tensor.square)
+        ):
+            names.append(name)
+    return names
 
 
 def _sides(step: StepPair) -> tuple[tuple[TraceSide, Spot], tuple[TraceSide, Spot]]:

@@ -225,7 +225,8 @@ class PassRecorder:
         parameters = self._names.entries(self._names.parameters(number))
         buffers = self._names.entries(self._names.buffers(True, number))
         self.journal.sums({f"initial{suffix}": parameters, f"initial buffers{suffix}": buffers})
-        self.initial.update(name for name, _, _ in (*parameters, *buffers))
+        for name, _, _ in (*parameters, *buffers):
+            self.initial.add(name)
 
     def inside(self, module: nn.Module, output: Any) -> None:
         """Record the end of a submodule's forward."""
@@ -419,7 +420,10 @@ class Updates:
     def _frozen(self, trained: _OptimizerParameters) -> list[Entry]:
         """Return the parameters that require no gradient."""
         pairs = zip(trained.entries, trained.parameters, strict=True)
-        frozen = [entry for entry, parameter in pairs if not parameter.requires_grad]
+        frozen = []
+        for entry, parameter in pairs:
+            if not parameter.requires_grad:
+                frozen.append(entry)
         outside = []
         for name, parameter in trained.others:
             if not parameter.requires_grad:

@@ -172,7 +172,10 @@ class RunParts:
 
     def object_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the caller's object `name`, as `kept.NAME/KEY`."""
-        return {f"kept.{name}/{key}": tensor for key, tensor in self.user_objects[name].state_dict().items()}
+        state = {}
+        for key, tensor in self.user_objects[name].state_dict().items():
+            state[f"kept.{name}/{key}"] = tensor
+        return state
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint stores.
@@ -196,11 +199,11 @@ class RunParts:
             for parameter in group["params"]:
                 members.add(id(parameter))
         with evaluation_weights(optimizer):
-            return {
-                EVALUATED + name: parameter.detach().clone()
-                for name, parameter in self.model.named_parameters()
-                if id(parameter) in members
-            }
+            state = {}
+            for name, parameter in self.model.named_parameters():
+                if id(parameter) in members:
+                    state[EVALUATED + name] = parameter.detach().clone()
+            return state
 
     @property
     def switched(self) -> Optimizer | None:
