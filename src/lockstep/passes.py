@@ -180,7 +180,9 @@ class Passes:
         self._engine = engine
         self._control = control
         self._hooks = task.hooks
-        self._task, self._loss, self._reduction = task, _loss_function(task), task.reduction
+        self._task = task
+        self._loss = _loss_function(task)
+        self._reduction = task.reduction
         self._numbers = NumberCollector(control.world)
         # `LossParameters` inspects the graph of the first loss. With `own_steps` the task computes its gradients
         # itself.

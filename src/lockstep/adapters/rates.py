@@ -100,7 +100,8 @@ class Rates:
         self._step = step_scheduler or step_one
         self._caller = caller
         self.watched = [entry.monitor for entry in schedulers if entry.monitor]
-        self.position, self.history = 0, list[tuple[int, str, float]]()
+        self.position = 0
+        self.history = list[tuple[int, str, float]]()
         self._initial_states = [_state_of(entry.scheduler) for entry in schedulers]
         self._copy(self._shadow, self._optimizer)
         self._initial_groups = [_written_of(group) for group in optimizer.param_groups]

@@ -108,7 +108,8 @@ class TokenGroups:
         # The position at which each rounded length begins.
         self._classes = np.concatenate([[0], changes, [len(lengths)]])
         self._cuts = _cut(descending, bound)
-        self.size, self.smallest = len(self._cuts) - 1, int(np.diff(self._cuts).min())
+        self.size = len(self._cuts) - 1
+        self.smallest = int(np.diff(self._cuts).min())
         self.bound = bound
         self._seed = seed
         self._order = Shuffled(self.size, seed)
@@ -326,7 +327,9 @@ class FirstGroups:
     """
 
     def __init__(self, groups: GroupOrder, count: int) -> None:
-        self.size, self._begun, self.description = count, Begun(groups, groups.size, count), groups.description
+        self.size = count
+        self._begun = Begun(groups, groups.size, count)
+        self.description = groups.description
         self.samples = groups.samples
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:

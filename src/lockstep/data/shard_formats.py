@@ -212,7 +212,9 @@ def _check_tokens(path: Path, kind: np.dtype[Any]) -> None:
 class _TokenShard(OpenShard):
     def __init__(self, path: Path, seq_len: int, kind: np.dtype[Any], vocab_size: int) -> None:
         self._tokens: NDArray[Any] = np.asarray(np.memmap(path, dtype=kind, mode="r"))
-        self._seq_len, self._row, self._vocab_size = seq_len, np.arange(seq_len + 1), vocab_size
+        self._seq_len = seq_len
+        self._row = np.arange(seq_len + 1)
+        self._vocab_size = vocab_size
 
     def read(self, rows: list[int]) -> list[Any]:
         token_indices = np.asarray(rows)[:, None] * self._seq_len + self._row

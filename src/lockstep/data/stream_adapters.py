@@ -175,7 +175,8 @@ class _Stateful:
     """An iterator over a dataset with a state, and the dataset."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.iterator = dataset, iter(dataset)
+        self.dataset = dataset
+        self.iterator = iter(dataset)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -246,7 +247,8 @@ class _Resumable:
     """An iterator over a Hugging Face dataset, with the dataset whose state it moves."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self._iterator = dataset, cast(Generator[Any, None, None], iter(dataset))
+        self.dataset = dataset
+        self._iterator = cast(Generator[Any, None, None], iter(dataset))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -465,7 +467,8 @@ class WebSource(StreamSource):
                 stage.epoch += epoch
             else:
                 # Seeded by the part's seed, which `_enter` has set.
-                stage.deterministic, stage.seed = True, random.getrandbits(31)
+                stage.deterministic = True
+                stage.seed = random.getrandbits(31)
             # By default each rank would get a seed of its own.
             if getattr(stage.worker_seed, "__name__", "") == "pytorch_worker_seed":
                 stage.worker_seed = lambda: part

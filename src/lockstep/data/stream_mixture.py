@@ -53,8 +53,10 @@ class MixtureSource:
             if has_weight:
                 used.append(each)
         self.smallest = min(used, key=lambda each: each.parts)
-        self.parts, self.name = self.smallest.parts, f"a mixture of {', '.join(names)}"
-        self.draws_random, self.sizes = any(each.draws_random for each in used), list[int]()
+        self.parts = self.smallest.parts
+        self.name = f"a mixture of {', '.join(names)}"
+        self.draws_random = any(each.draws_random for each in used)
+        self.sizes = list[int]()
 
     @property
     def plan(self) -> dict[str, int]:

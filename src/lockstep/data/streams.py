@@ -91,7 +91,9 @@ class StreamSource(ABC):
         self.has_state = has_state
         self.name = type(inner).__name__
         self.draws_random = bool(getattr(inner, "draws_random", True))
-        self.carries, self.sizes, self.note = False, list[int](), ""
+        self.carries = False
+        self.sizes = list[int]()
+        self.note = ""
         if not isinstance(parts, int) or parts < 1:
             raise DataError(
                 f"the training set {self.name} has parts = {parts!r}; a stream has at least 1; look at its path"

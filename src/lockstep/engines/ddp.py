@@ -387,7 +387,8 @@ class ReplicatedEngine:
             _silence_unused_warning(ddp)
         # A forward outside of steps, such as an evaluation's, is followed by no backward.
         ddp.require_backward_grad_sync = False
-        self._ddp, self._ddp_parameters = ddp, self._trained_parameters()
+        self._ddp_parameters = self._trained_parameters()
+        self._ddp = ddp
 
     def _finish_first_step(self, usage: GradientUsage) -> None:
         names = usage.missed(self._backwards)  # collective

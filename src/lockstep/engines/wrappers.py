@@ -251,8 +251,10 @@ class Remade(ForwardingEngine):
     def _record_build(self) -> None:
         """Record what the engine was built with."""
         parameters = dict(self._plain.named_parameters())
-        self._names, self._parameters = [*parameters], [*parameters.values()]
-        self._built_flags, self._groups = self._flags(), self._group_ids()
+        self._names = [*parameters]
+        self._parameters = [*parameters.values()]
+        self._built_flags = self._flags()
+        self._groups = self._group_ids()
         self._trained = self._names_now()
         self._ever_trained |= dict.fromkeys(self._trained)
 

@@ -118,7 +118,8 @@ class Recomputer:
         self._pending = {}
         # Parameters may have been frozen or unfrozen since the last step.
         self._trained = _trainable_parameters(self._model)
-        self._start_state, self._state = _StateCopy(self._model, self._task), _digest_state(self._model, self._task)
+        self._start_state = _StateCopy(self._model, self._task)
+        self._state = _digest_state(self._model, self._task)
 
     @contextmanager
     def watched(self, batch: MicroBatch) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -465,7 +466,8 @@ class Audit:
         # Set once forwards change state that affects the next forward. Then only a step's first micro-batch starts from
         # a known state.
         self._first_only = False
-        self._step, self._plan = -1, list[Audited]()
+        self._step = -1
+        self._plan = list[Audited]()
         self._stream: Generator[tuple[int, MicroBatch], None, None] | None = None
         # Digests of this rank's recomputations that differ.
         self._odd: dict[int, dict[str, str]] = {}
@@ -479,7 +481,8 @@ class Audit:
         It yields a function that is called with the loss between the two.
         """
         if step != self._step:
-            self._step, self._plan = step, self._plan_step(step)
+            self._plan = self._plan_step(step)
+            self._step = step
             if self._plan:
                 self._again.begin()
         if batch.weight and any(batch.index == entry.micro for entry in self._plan):

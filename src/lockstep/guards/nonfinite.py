@@ -212,7 +212,10 @@ class Skips:
     def __init__(
         self, path: Path, limit: int, world: World, plan: dict[str, Any], steps: list[int] | None = None
     ) -> None:
-        self._path, self._limit, self._world, self._plan = path, limit, world, _digest_of(plan)
+        self._path = path
+        self._limit = limit
+        self._world = world
+        self._plan = _digest_of(plan)
         if steps is None:
             # All ranks, at the start: every rank must skip the same steps.
             steps = world.gather(read_skips(path, plan) if world.is_main else [])[0]  # collective

@@ -269,7 +269,8 @@ class Inquiry:
         self._keys = world.name("watch")
         self.heartbeats = self.connect(timedelta(seconds=world.timeout))
         self.called = False
-        self._calling, self._answering = threading.Lock(), threading.Lock()
+        self._calling = threading.Lock()
+        self._answering = threading.Lock()
         self._verdict = ""
         self._has_answered = False
 

@@ -240,7 +240,8 @@ class _Agent(LocalElasticAgent):
         self._failure: ProcessFailure | None = None
         # Failures that led to restarts: a repeated one is not restarted.
         self._restart_failures: list[ProcessFailure] = []
-        self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
+        self._oom_kills = count_oom_kills()
+        self._oom_check_time = time.monotonic()
         # Why a loss ended the other processes too.
         self._end_reason = ""
         # Names of the processes, by local rank.
@@ -412,7 +413,8 @@ class _Agent(LocalElasticAgent):
         # Count the kernel's kills only while nothing has failed, so that a kill shows as an increase.
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._oom_check_time > 2.0:
-            self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
+            self._oom_kills = count_oom_kills()
+            self._oom_check_time = time.monotonic()
         if self._membership and self._continue_without(self._membership, worker_group):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()

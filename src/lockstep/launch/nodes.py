@@ -578,7 +578,8 @@ class Follower:
         self._folder = folder
         self._secret = job.run_secret
         self._say = say
-        self._label, self._patience = job.node_rank, join_seconds(job)
+        self._label = job.node_rank
+        self._patience = join_seconds(job)
         self._link: Link | None = None
         self._new: list[str] = []
         self._end = self._lost = ""

@@ -56,7 +56,9 @@ class Ticker:
     """
 
     def __init__(self, tick: Callable[[], None], seconds: float) -> None:
-        self._tick, self._seconds, self._over = tick, seconds, threading.Event()
+        self._tick = tick
+        self._seconds = seconds
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-progress", daemon=True)
         self._thread.start()
 
@@ -324,7 +326,9 @@ class Console:
         stream: TextIO | None = None,
         interactive: bool | None = None,
     ) -> None:
-        self._steps, self._step, self._items = steps, start, printable(mask(items))
+        self._steps = steps
+        self._step = start
+        self._items = printable(mask(items))
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
         self._activity: list[str] = []

@@ -503,7 +503,9 @@ class HubTokenizer:
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
         transformers = transformers_for("--tokenizer", name)
-        self._name, self._where, self._revision = name, where(name), revision
+        self._name = name
+        self._where = where(name)
+        self._revision = revision
         with explained("--tokenizer", name), once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self._where, revision=revision or None, trust_remote_code=trust_remote_code

@@ -69,7 +69,8 @@ class HubClassifier:
         self._trust = trust_remote_code
         self._cache = cache
         self._say = say
-        self._where, self.untrained = where(name), tuple[str, ...]()
+        self._where = where(name)
+        self.untrained = tuple[str, ...]()
         with explained("--model-name", name), once_per_node(name, cache, say):
             self._config = self._transformers.AutoConfig.from_pretrained(
                 self._where,

@@ -154,7 +154,9 @@ class Records:
         self.left_out: set[str] = set()
         self.words: dict[str, str] = {}
         self.count = self.damaged = 0
-        self.steps, self.losses, self.norms = array("q"), array("d"), array("d")
+        self.steps = array("q")
+        self.losses = array("d")
+        self.norms = array("d")
 
     @classmethod
     def read(cls, path: Path, notes: list[str], *, digits: bool = False) -> "Records":

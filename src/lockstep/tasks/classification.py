@@ -110,7 +110,8 @@ class TextClassification(Task):
         self.defaults = "fine-tuning" if pretrained else "general"
         self.fingerprint = fingerprint_of(classes, digest)
         self.sources = {**sources, "classes": names_of(classes)}
-        self._source, self._build = source, partial(source.build, dtype=dtype, pretrained=pretrained)
+        self._source = source
+        self._build = partial(source.build, dtype=dtype, pretrained=pretrained)
         self._f1 = _f1(len(classes))
 
     def model(self) -> nn.Module:

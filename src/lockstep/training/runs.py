@@ -151,7 +151,8 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
     if metrics.is_file():
-        row.last_record, row.seconds = metrics.stat().st_mtime, _sum_seconds(metrics)
+        row.last_record = metrics.stat().st_mtime
+        row.seconds = _sum_seconds(metrics)
         if not records and metrics.stat().st_size:
             row.note = row.note or "metrics.jsonl is damaged"
     losses = []

@@ -149,7 +149,8 @@ class Recording(_BatchNorm):
         """Create and return the records: `mean` and `var` [channels], and `runs`, all zeros."""
         assert self.running_mean is not None
         assert self.running_var is not None
-        self.mean, self.var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        self.mean = torch.zeros_like(self.running_mean)
+        self.var = torch.zeros_like(self.running_var)
         self.runs = torch.zeros((), dtype=torch.int64, device=self.mean.device)
         self.share = self.momentum
         return self.mean, self.var, self.runs

@@ -172,7 +172,8 @@ class Events(Hooks):
         state = trainer.state
         control = trainer.control
         args = trainer.args
-        state.global_step, state.epoch = global_step, self._position(global_step)
+        state.epoch = self._position(global_step)
+        state.global_step = global_step
         every = {}
         for name in ("logging", "eval", "save"):
             every[name] = value(getattr(args, f"{name}_strategy"))
@@ -240,7 +241,9 @@ class Events(Hooks):
     # Hooks of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
-        trainer, self._tries, self._start = self._trainer, False, time.perf_counter()
+        trainer = self._trainer
+        self._tries = False
+        self._start = time.perf_counter()
         stored = context.state.get("trainer", {})
         trainer.state.log_history = list(stored.get("log_history", []))
         for name in ("best_metric", "best_global_step"):
@@ -248,7 +251,9 @@ class Events(Hooks):
         for callback in self._callbacks:
             for name, attribute in stored.get("callbacks", {}).get(type(callback).__name__, {}).items():
                 setattr(callback, name, attribute)
-        trainer.state.global_step, trainer.state.epoch, self._logged = done, self._position(done), done
+        trainer.state.epoch = self._position(done)
+        trainer.state.global_step = done
+        self._logged = done
         # Called once, even if the run is rolled back to a checkpoint.
         if not self._begun:
             self._begun = True

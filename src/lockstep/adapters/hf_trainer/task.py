@@ -80,7 +80,8 @@ class TrainerTask(Task):
         self._batching = batching
         self._training = training
         self._evaluates = evaluates
-        self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
+        self._recipe = _optimizer_factory(trainer)
+        self._schedule = schedule_of(trainer)
         self.live_rates = self._schedule
         self.hooks = self._schedule.hooks if self._schedule else None
         self._predictions = Predictions(trainer)

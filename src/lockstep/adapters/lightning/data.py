@@ -78,7 +78,9 @@ class Sampled(Dataset[Any]):
         self.size = size
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = inner.__getitems__
-        self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
+        self.draws_random = draws(inner)
+        self.collation_draws = collate_draws(inner)
+        self.known_rows = rows_of(inner)
 
     def __len__(self) -> int:
         return self.size

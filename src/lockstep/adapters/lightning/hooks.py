@@ -226,7 +226,9 @@ class Life(Hooks):
         """Set the number of samples of an epoch and of a step."""
         self._samples = samples
         self._size = size
-        self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
+        self._written_hooks = own_methods(self.module)
+        self._turn = None
+        self._epoch = -1
         self._tries = True
         self._is_started = False
         for stopper in self.served.stoppers:
@@ -477,7 +479,8 @@ class Life(Hooks):
         if best is None:
             return
         for callback in self.trainer.checkpoint_callbacks:
-            callback.best_model_path, callback.best_model_score = best.path, torch.tensor(best.value)
+            callback.best_model_path = best.path
+            callback.best_model_score = torch.tensor(best.value)
 
     def training_values(self) -> dict[str, float]:
         """Return the training values that callbacks monitor. Collective.

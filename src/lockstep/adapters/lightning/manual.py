@@ -43,7 +43,8 @@ class Coroutine:
 
     def __init__(self) -> None:
         # Only one of the two threads runs at a time.
-        self._resume, self._yield = threading.Semaphore(0), threading.Semaphore(0)
+        self._resume = threading.Semaphore(0)
+        self._yield = threading.Semaphore(0)
         self._work: Callable[[], Any] | None = None
         self._result: Any = None
         self._error: BaseException | None = None

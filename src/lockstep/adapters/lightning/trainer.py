@@ -104,7 +104,8 @@ class Standing:
         self.is_last_batch = False
         self.device = torch.device("cpu")
         self.state = _TrainerState(self)
-        self.strategy, self.fit_loop = _Strategy(self), _FitLoop(self)
+        self.strategy = _Strategy(self)
+        self.fit_loop = _FitLoop(self)
         self.precision_plugin = self.strategy
         # Private in Lightning: `LightningModule.log` reads these.
         self._results: Logged | None = Logged()
@@ -215,7 +216,8 @@ class Standing:
                     matches.append(callback)
             return matches
 
-        self.callbacks, self.checkpoint_callbacks = callbacks, of_kind("Checkpoint")
+        self.callbacks = callbacks
+        self.checkpoint_callbacks = of_kind("Checkpoint")
         self.early_stopping_callbacks = of_kind("EarlyStopping")
         self.checkpoint_callback = next(iter(self.checkpoint_callbacks), None)
         self.early_stopping_callback = next(iter(self.early_stopping_callbacks), None)

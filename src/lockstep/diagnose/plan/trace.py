@@ -227,7 +227,8 @@ class _Stage:
         levels = dict(recorder.levels)
         divided = dict(recorder.parts)
         for name, values in first_step.levels.items():
-            levels[f"first {name}"], divided[f"first {name}"] = values, first_step.parts[name]
+            levels[f"first {name}"] = values
+            divided[f"first {name}"] = first_step.parts[name]
             # A middle micro-batch is neither the first of a step nor the exchanged one.
             if slots > 2 and name != "update":
                 levels[f"middle {name}"] = [level + first_step.states for level in values]

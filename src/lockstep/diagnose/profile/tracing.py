@@ -389,7 +389,8 @@ class StepTrace:
         self._marks = marks
         self._profiler: Any = None
         self.first = 0
-        self._usage, self._costs = ThreadUsage(), dict[str, Any]()
+        self._usage = ThreadUsage()
+        self._costs = dict[str, Any]()
         self._untraced: deque[ThreadUsage] = deque(maxlen=_UNTRACED_READINGS)
         self._traced: list[ThreadUsage] = []
         self._padding: list[Any] = []
@@ -449,7 +450,9 @@ class StepTrace:
             self._profiler.start_trace()
         # What an event costs: the same operation is slower under the trace.
         self._costs["event_us"] = max(0.0, operations_us() - plain)
-        self.first, self._padding, self._usage = number, [], ThreadUsage.now()
+        self.first = number
+        self._padding = []
+        self._usage = ThreadUsage.now()
         self._traced = [self._usage]
         self._marks.trace(number)
 

@@ -526,7 +526,8 @@ def check_task(
         # Every rank raises the error of one of them before the metrics' forwards.
         world.agree()
         names = _check_metrics(trial, evaluation, samples.evaluation)  # collective
-    state.reduction, state.evaluation_graph = task.reduction, needs_graph(task)
+    state.reduction = task.reduction
+    state.evaluation_graph = needs_graph(task)
     return names
 
 
