@@ -416,7 +416,11 @@ def fingerprint(path: Path, prefix: str = "model/") -> str:
         CheckpointError: damaged, or without such tensors.
     """
     with open_tensors(path) as tensors:
-        names = sorted(name for name in tensors.contents if name.startswith(prefix))
+        names = []
+        for name in tensors.contents:
+            if name.startswith(prefix):
+                names.append(name)
+        names.sort()
         if not names:
             raise CheckpointError(
                 f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}"

@@ -470,7 +470,11 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
             packed = shard.get("zip_data")
             stored = packed or raw
             hashes = stored["hashes"]
-            algorithm = next((name for name in ("xxh3_64", *hashes) if name in hashes), "")
+            algorithm = ""
+            for name in ("xxh3_64", *hashes):
+                if name in hashes:
+                    algorithm = name
+                    break
             files.append(
                 ShardFile(
                     stored["basename"],

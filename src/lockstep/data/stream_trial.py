@@ -77,7 +77,11 @@ def try_source(
     )
     states.append(_generator_states(generators))
     pairs = zip(first_reading[begin:], again, strict=False)
-    odd = next((k for k, (one, other) in enumerate(pairs) if not alike(one[0], other[0])), -1)
+    odd = -1
+    for k, (one, other) in enumerate(pairs):
+        if not alike(one[0], other[0]):
+            odd = k
+            break
     if odd >= 0 or len(again) < len(first_reading) - begin:
         whole = _read_each(source, lanes, 0, START, len(first_reading), digest, endless=True)
         repeats = len(whole) == len(first_reading) and all(

@@ -222,7 +222,11 @@ def _raised_in_collective(error: BaseException) -> bool:
     modules = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         modules.append(frame.f_globals.get("__name__", ""))
-    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
+    innermost = ""
+    for name in reversed(modules):
+        if name not in _WRAPPERS:
+            innermost = name
+            break
     return f"{innermost}.".startswith(_COMMUNICATING)
 
 

@@ -324,7 +324,11 @@ class Moving:
         for tensor in chosen:
             if all(shape.get(tensor.name) == list(tensor.now.shape) for shape in shapes):
                 alike.append(tensor)
-        odd = next((tensor for tensor in chosen if tensor.own and tensor not in alike), None)
+        odd = None
+        for tensor in chosen:
+            if tensor.own and tensor not in alike:
+                odd = tensor
+                break
         if odd:
             raise ConfigError(f"{odd.description}, has different shapes on the ranks: use one shape on all")
         self._shared = alike

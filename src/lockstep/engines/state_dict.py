@@ -307,7 +307,11 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], values: dict[str, Any]
         values: the parameter's state.
     """
     class_names = (class_name.__name__ for class_name in type(optimizer).__mro__)
-    initial = next((_INITIAL_VALUES[class_name] for class_name in class_names if class_name in _INITIAL_VALUES), {})
+    initial = {}
+    for class_name in class_names:
+        if class_name in _INITIAL_VALUES:
+            initial = _INITIAL_VALUES[class_name]
+            break
     for key, value in values.items():
         if isinstance(value, Tensor):
             start = initial.get(key, 0.0)

@@ -307,7 +307,11 @@ class Remade(ForwardingEngine):
                 f"{rank_label(self._world.rank)}: after step {self._steps} this rank {change}, but not every rank did: "
                 "make the same change on every rank, after the same step"
             ) from error
-        odd = next((rank for rank, report_of_rank in enumerate(reports) if report_of_rank != reports[0]), None)
+        odd = None
+        for rank, report_of_rank in enumerate(reports):
+            if report_of_rank != reports[0]:
+                odd = rank
+                break
         if odd is not None:
             actions = []
             for report_of_rank in (reports[0], reports[odd]):

@@ -141,7 +141,11 @@ class DeferredReader:
 
 def floats(values: Sequence[Tensor | float]) -> list[float]:
     """Return the values on the host. Waits for the device, once."""
-    device_type = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
+    device_type = ""
+    for v in values:
+        if isinstance(v, Tensor) and v.device.type != "cpu":
+            device_type = v.device.type
+            break
     host, tensors = _split(values, device_type)
     # Waits for the device, once for all values.
     return _merge_values(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])

@@ -378,7 +378,11 @@ def _environment(processes: int, host: str, exact: bool) -> dict[str, str]:
         **torch_variables(processes, os.environ),
     }
     # Linux names the loopback interface lo, macOS lo0.
-    loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
+    loopback = None
+    for name in ("lo", "lo0"):
+        if Path("/sys/class/net", name).exists():
+            loopback = name
+            break
     if host:
         choose_interface(host, variables if _INTERFACE not in os.environ else os.environ)
     elif loopback:

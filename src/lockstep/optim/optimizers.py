@@ -79,10 +79,11 @@ class _States(MutableMapping[Any, Any]):
         raise KeyError(parameter)
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        owner = next(
-            (m for m in self._members if any(parameter is p for group in m.param_groups for p in group["params"])),
-            self._members[0],
-        )
+        owner = self._members[0]
+        for m in self._members:
+            if any(parameter is p for group in m.param_groups for p in group["params"]):
+                owner = m
+                break
         owner.state[parameter] = value
 
     def __delitem__(self, parameter: Any) -> None:

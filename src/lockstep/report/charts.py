@@ -177,7 +177,11 @@ def _round_marks(low: float, high: float) -> list[float]:
         high = high + pad
     rough = (high / 4 - low / 4) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    wide = next((power * factor for factor in (1, 2, 5) if power * factor >= rough), power * 10)
+    wide = power * 10
+    for factor in (1, 2, 5):
+        if power * factor >= rough:
+            wide = power * factor
+            break
     first_index = math.floor(low / wide)
     last_index = math.ceil(high / wide)
     marks = [index * wide for index in range(int(first_index), int(last_index) + 1)]

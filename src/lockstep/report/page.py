@@ -129,11 +129,11 @@ def _compare_checkpoints(a: RunFacts, b: RunFacts) -> list[str]:
     for stored in b.checkpoints:
         if stored.fingerprint.startswith("sha256:"):
             fingerprints[stored.step] = stored.fingerprint
-    common = sorted(
-        (stored.step, stored.fingerprint == fingerprints[stored.step])
-        for stored in a.checkpoints
-        if stored.step in fingerprints and stored.fingerprint.startswith("sha256:")
-    )
+    common = []
+    for stored in a.checkpoints:
+        if stored.step in fingerprints and stored.fingerprint.startswith("sha256:"):
+            common.append((stored.step, stored.fingerprint == fingerprints[stored.step]))
+    common.sort()
     if not common:
         return ["The runs have no fingerprinted checkpoint of a common step; their parameters are not compared."]
     alike = [step for step, same in common if same]

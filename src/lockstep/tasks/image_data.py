@@ -227,9 +227,11 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     flag = f"--dataset-name {name}"
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
-    evaluation_part = next(
-        (split for split in _EVALUATION if (root / "train").is_dir() and (root / split).is_dir()), ""
-    )
+    evaluation_part = ""
+    for split in _EVALUATION:
+        if (root / "train").is_dir() and (root / split).is_dir():
+            evaluation_part = split
+            break
     classes = _classes(root / "train" if evaluation_part else root, flag)
     # File -> the reason why no decoder reads it.
     broken = dict[str, str]()
@@ -296,7 +298,11 @@ def _account(
 
 def _classes(root: Path, flag: str) -> list[str]:
     """Return the names of the folders, sorted."""
-    names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = []
+    for path in root.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            names.append(path.name)
+    names.sort()
     loose = []
     for path in root.iterdir():
         if path.is_file() and path.suffix.lower() in _SUFFIXES:
@@ -325,7 +331,11 @@ def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[s
         for path in folder.rglob("*"):
             if path.suffix.lower() in _SUFFIXES and path.is_file():
                 paths.append(path)
-        files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
+        files = []
+        for path in paths:
+            if not path.name.startswith("."):
+                files.append(path.relative_to(root).as_posix())
+        files.sort()
         broken |= _faults(root, files)
         files = [file for file in files if file not in broken]
         if not files and (part in ("", "train")):

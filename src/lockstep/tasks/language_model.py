@@ -333,7 +333,11 @@ def loss_inside(config: Config) -> bool:
 
 def _to_stop(tokens: list[int], begin: int, stop: Sequence[int]) -> list[int]:
     """Return the tokens up to and including the first of `stop` from index `begin` on."""
-    end = next((index for index in range(begin, len(tokens)) if tokens[index] in stop), len(tokens))
+    end = len(tokens)
+    for index in range(begin, len(tokens)):
+        if tokens[index] in stop:
+            end = index
+            break
     return tokens[: end + 1]
 
 

@@ -506,7 +506,11 @@ def _splits(builder: Any, request: DataRequest) -> tuple[Any, Any]:
         )
     train = builder.as_dataset(split=request.split)
     # An evaluation split of the data itself comes first.
-    evaluation_split = next((split for split in _EVALUATION if split in splits and split != name), None)
+    evaluation_split = None
+    for candidate in _EVALUATION:
+        if candidate in splits and candidate != name:
+            evaluation_split = candidate
+            break
     if evaluation_split is not None:
         return train, builder.as_dataset(split=evaluation_split)
     if len(train) < 2:

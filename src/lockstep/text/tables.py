@@ -249,8 +249,16 @@ def _check_header(path: Path, rows: list[list[str]], request: DataRequest) -> No
     way_out = "the first line must name each column once; write one"
     if len(rows) > 1 and len(rows[1]) > len(names):
         raise DataError(f"{subject} has {len(names)} names, and the next {len(rows[1])} values; {way_out}")
-    value = next((name for name in names if _FRACTION.fullmatch(name.strip())), "")
-    twice = next((name for index, name in enumerate(names) if name and name in names[:index]), "")
+    value = ""
+    for name in names:
+        if _FRACTION.fullmatch(name.strip()):
+            value = name
+            break
+    twice = ""
+    for index, name in enumerate(names):
+        if name and name in names[:index]:
+            twice = name
+            break
     if value or twice:
         what = f"the number {value!r}" if value else f"{twice!r} twice"
         raise DataError(f"{subject} has {what}; {way_out}")
@@ -266,7 +274,11 @@ def _encoding(path: Path, request: DataRequest) -> str:
         with open_plain(path) as file:
             begin = file.read(4)
         marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-        encoding = next((name for mark, name in marks.items() if begin.startswith(mark)), "utf-8")
+        encoding = "utf-8"
+        for mark, name in marks.items():
+            if begin.startswith(mark):
+                encoding = name
+                break
     try:
         with open_plain(path) as file:
             text = io.TextIOWrapper(file, encoding)

@@ -59,7 +59,11 @@ def check_arguments(trainer: Any) -> None:
         plugins.append(getattr(connector, name, None))
     plugins.append(getattr(connector, "checkpoint_io", None))
     algorithm = trainer.gradient_clip_algorithm
-    timer = next((extension for extension in trainer.callbacks if type(extension).__name__ == "Timer"), None)
+    timer = None
+    for extension in trainer.callbacks:
+        if type(extension).__name__ == "Timer":
+            timer = extension
+            break
     set_ = {
         "min_epochs": trainer.min_epochs,
         "min_steps": trainer.min_steps,

@@ -59,7 +59,11 @@ def _of_class(kind: Any) -> frozenset[str]:
 
 @cache
 def _in_class(kind: Any, method: str) -> bool:
-    owner = next((base for base in kind.__mro__ if method in vars(base)), None)
+    owner = None
+    for base in kind.__mro__:
+        if method in vars(base):
+            owner = base
+            break
     if owner is None or _in_packages(owner):
         return False
     return not f"{getattr(vars(owner)[method], '__module__', '')}.".startswith(PACKAGES)

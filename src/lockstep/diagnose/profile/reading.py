@@ -514,9 +514,11 @@ def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tup
 
     An exchange does not record its caller: each call from another thread removes the next exchange of its kind.
     """
-    ranges = sorted(
-        (*_span(event, base), str(event["name"])) for event in events if str(event.get("name", "")).startswith("gloo:")
-    )
+    ranges = []
+    for event in events:
+        if str(event.get("name", "")).startswith("gloo:"):
+            ranges.append((*_span(event, base), str(event["name"])))
+    ranges.sort()
     exchanges = [(collective.removeprefix("gloo:"), begin, end) for begin, end, collective in ranges]
     foreign_calls = []
     for event in events:
@@ -525,9 +527,11 @@ def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tup
     for event in sorted(foreign_calls, key=lambda event: float(event["ts"])):
         collective = _kind(str(event["name"]))
         at = float(event["ts"]) + base
-        index = next(
-            (k for k, (name, begin, _) in enumerate(exchanges) if _kind(name) == collective and begin >= at), None
-        )
+        index = None
+        for k, (name, begin, _) in enumerate(exchanges):
+            if _kind(name) == collective and begin >= at:
+                index = k
+                break
         if index is not None:
             del exchanges[index]
     return exchanges

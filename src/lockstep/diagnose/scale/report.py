@@ -91,7 +91,11 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
     for name, milliseconds in parts.items():
         more[name] = milliseconds - then.get(name, 0.0) * shrink
     total = sum(parts.values())
-    growth = sorted(((ms, name) for name, ms in more.items() if ms > _SMALL * total), reverse=True)
+    growth = []
+    for name, ms in more.items():
+        if ms > _SMALL * total:
+            growth.append((ms, name))
+    growth.sort(reverse=True)
     if not growth:
         return ""
     listing = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in growth)

@@ -634,7 +634,11 @@ def _package(world: World) -> Any:
 
 def _initialize(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     # Look before DeepSpeed does: stage 3 empties the parameters.
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
+    scalar = None
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            scalar = name
+            break
     try:
         # All ranks.
         engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective

@@ -434,7 +434,11 @@ def _check_aliases(model: nn.Module) -> None:
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_modules"):
                 continue
-            alias = next((names[id(leaf)] for leaf in pytree.tree_leaves(value) if id(leaf) in names), None)
+            alias = None
+            for leaf in pytree.tree_leaves(value):
+                if id(leaf) in names:
+                    alias = names[id(leaf)]
+                    break
             if alias is not None:
                 path = f"{prefix}.{attribute}".lstrip(".")
                 raise ConfigError(f"--engine fsdp: {path} holds {alias}, a parameter that it splits; {way_out}")

@@ -666,7 +666,11 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
         grads = spot.tensors("grad")
         fresh = other.tensors("grad")
-        previous = next((earlier for earlier in _previous_gradients(spot) if earlier.keys() == grads.keys()), None)
+        previous = None
+        for earlier in _previous_gradients(spot):
+            if earlier.keys() == grads.keys():
+                previous = earlier
+                break
         if previous is None or not grads or not matched(grads, fresh).whole:
             continue
         sum_, current, before = (

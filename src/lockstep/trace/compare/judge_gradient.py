@@ -542,9 +542,11 @@ def _unequal_clip_norms(step: StepPair) -> TraceFinding | None:
         if len(finite_norms) < 2:
             continue
         reference = finite_norms[min(finite_norms)]
-        wrong = next(
-            (rank for rank, norm in finite_norms.items() if abs(norm - reference) > _EQUAL * max(norm, reference)), None
-        )
+        wrong = None
+        for rank, norm in finite_norms.items():
+            if abs(norm - reference) > _EQUAL * max(norm, reference):
+                wrong = rank
+                break
         same = every(
             tensor.other is None or tensor.other[1] <= _EQUAL * tensor.norm for tensor in spot.tensors("grad").values()
         )
@@ -649,7 +651,11 @@ def _forward(step: StepPair) -> TraceFinding | None:
     sizes = []
     for spot in (step.one, step.two):
         sizes.append({f["n"] for record in _records(spot).values() for f in record["fwd"] if f["train"]})
-    statistics = next((n for n in step.two.tensors("buffers") if n.endswith("running_mean")), "")
+    statistics = ""
+    for n in step.two.tensors("buffers"):
+        if n.endswith("running_mean"):
+            statistics = n
+            break
     if statistics and sizes[0] != sizes[1]:
         return step.finding("buffers", "batchnorm", text, statistics.removesuffix(".running_mean"), rank)
     return step.finding("forward", "forward", text, first_module(step) or "output", rank)

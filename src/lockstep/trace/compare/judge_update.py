@@ -476,7 +476,11 @@ def _unequal_setting(first: dict[str, Any], second: dict[str, Any]) -> str:
 def update_difference(step: StepPair) -> TraceFinding | None:
     """Report weights that the same gradient moved differently."""
     for name, spot in step.sides():
-        wrong = next(((n, w) for n, w in spot.tensors("weights").items() if unlike(w) and w.other), None)
+        wrong = None
+        for n, w in spot.tensors("weights").items():
+            if unlike(w) and w.other:
+                wrong = (n, w)
+                break
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
             text = f"in {name} after the update it differs from rank 0's by {share(error, wrong[1].norm)}"
@@ -570,7 +574,11 @@ def begin_state(step: StepPair) -> TraceFinding | None:
     sides = ((SECOND, step.two, step.one), (FIRST, step.one, step.two))
     for name, spot, other_spot in sides:
         initial = spot.tensors("initial state")
-        wrong = next(((n, w) for n, w in initial.items() if unlike(w) and w.other), None)
+        wrong = None
+        for n, w in initial.items():
+            if unlike(w) and w.other:
+                wrong = (n, w)
+                break
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
             text = f"in {name} the state at its start differs from rank 0's by {share(error, wrong[1].norm)}"
@@ -589,7 +597,11 @@ def begin_state(step: StepPair) -> TraceFinding | None:
 def state_difference(step: StepPair) -> TraceFinding | None:
     """Compare the optimizer states, given that the weights agree."""
     for name, spot in step.sides():
-        wrong = next(((n, w) for n, w in spot.tensors("state").items() if unlike(w) and w.other), None)
+        wrong = None
+        for n, w in spot.tensors("state").items():
+            if unlike(w) and w.other:
+                wrong = (n, w)
+                break
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
             text = f"in {name} it differs from rank 0's by {share(error, wrong[1].norm)}"

@@ -174,7 +174,11 @@ def _match(
             most = common
     if best is None:
         # Without common contents: the oldest waiting batch of a loader that feeds such forwards.
-        best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
+        best = None
+        for load in waiting:
+            if kinds.get(load["l"], forward["train"]) == forward["train"]:
+                best = load
+                break
     if best is None:
         latest = earlier[-1] if earlier else None
         if latest is not None and kinds.get(latest["l"]) == forward["train"]:

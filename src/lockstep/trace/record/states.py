@@ -239,7 +239,11 @@ class PassRecorder:
         if len(record.get("mn", ())) >= _MOST_EVENTS:
             return
         values = output if isinstance(output, tuple | list) else (output,)
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        tensor = None
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                tensor = value
+                break
         if tensor is not None:
             local, at = piece(tensor)
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -313,7 +317,11 @@ class PassRecorder:
         self._first = dict.fromkeys(self._first)
         if self.journal.within():
             tensors = roots if isinstance(roots, tuple | list) else [roots]
-            total = next((t for t in tensors if isinstance(t, Tensor) and t.numel() == 1), None)
+            total = None
+            for t in tensors:
+                if isinstance(t, Tensor) and t.numel() == 1:
+                    total = t
+                    break
             record = {"at": self.journal.tick(), "v": None}
             if total is not None:
                 self.journal.reading.put(record, "v", total, "numbers")

@@ -164,7 +164,11 @@ class RunParts:
                 f"run.keep('{name}', ...): {type(user_object).__name__} needs state_dict() and load_state_dict()"
             )
         state = user_object.state_dict()
-        bad_key = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+        bad_key = None
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                bad_key = key
+                break
         if bad_key is not None:
             raise UsageError(f"run.keep('{name}', ...): '{bad_key}' in its state_dict() is not a tensor; make it one")
         self.user_objects[name] = user_object

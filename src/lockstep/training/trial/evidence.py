@@ -226,7 +226,11 @@ def _conclude(found: list[Finding]) -> Verdict:
     failed = sum(finding.failed for finding in found)
     if not decided:
         first_finding = found[0]
-        problem = next((finding.problem for finding in found if not finding.is_finite), first_finding.problem)
+        problem = first_finding.problem
+        for finding in found:
+            if not finding.is_finite:
+                problem = finding.problem
+                break
         is_finite = all(finding.is_finite for finding in found)
         return Verdict("unknown" if is_finite else "not finite", problem, failed=failed)
     kinds = []
@@ -235,7 +239,11 @@ def _conclude(found: list[Finding]) -> Verdict:
             kinds.append(reduction)
     if SUM in kinds or MEAN in kinds:
         return Verdict(SUM if SUM in kinds else MEAN, _describe(decided[0]), failed=failed)
-    against = next((finding for finding in decided if finding.is_against), decided[-1])
+    against = decided[-1]
+    for finding in decided:
+        if finding.is_against:
+            against = finding
+            break
     return Verdict("neither", _describe(against), by_samples=SAMPLES in kinds, failed=failed)
 
 
