@@ -101,13 +101,13 @@ class Grid:
         numbers = tuple(start + distance * k for start, count, distance in files for k in range(count))
         if len(numbers) != math.prod(counts) or len(set(numbers)) != len(numbers):
             return "it does not have one file for each slice"
-        edges = tuple(
-            tuple(accumulate((size for size, count in dimension for _ in range(count)), initial=0))
-            for dimension in cuts
-        )
+        edges = []
+        for dimension in cuts:
+            lengths = [size for size, count in dimension for _ in range(count)]
+            edges.append(tuple(accumulate(lengths, initial=0)))
         if any(begin == end and len(dimension) > 2 for dimension in edges for begin, end in pairwise(dimension)):
             return "it has an empty slice"
-        return cls(edges, numbers)
+        return cls(tuple(edges), numbers)
 
 
 def _are_rows(value: Any, width: int, *, deep: bool = False) -> bool:

@@ -69,13 +69,10 @@ class _Part:
         self._bounds = [*range(0, length, size), length]
         # The integral of the weights at each bound, in units of 1 / (2 * UNIT * length). Python integers do not
         # overflow.
-        targets = np.array(
-            [
-                [2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)]
-                for bound in self._bounds
-            ],
-            dtype=object,
-        )
+        rows = []
+        for bound in self._bounds:
+            rows.append([2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)])
+        targets = np.array(rows, dtype=object)
         unit = 2 * UNIT * length
         self._counts = _round(self._bounds, targets // unit, -(-targets // unit))
 

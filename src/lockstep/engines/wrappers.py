@@ -409,12 +409,10 @@ def _carry_settings(former: Optimizer, optimizer: Optimizer) -> None:
     for group, change in zip(former.param_groups, settings_of(former).changes(), strict=True):
         for parameter in group["params"]:
             changes[id(parameter)] = change
-    settings_of(optimizer).load(
-        [
-            next((changes[id(parameter)] for parameter in group["params"] if id(parameter) in changes), {})
-            for group in optimizer.param_groups
-        ]
-    )
+    rows = []
+    for group in optimizer.param_groups:
+        rows.append(next((changes[id(parameter)] for parameter in group["params"] if id(parameter) in changes), {}))
+    settings_of(optimizer).load(rows)
 
 
 def _rule_changes(before: Optimizer, after: Optimizer) -> set[int]:

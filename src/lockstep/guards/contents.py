@@ -171,10 +171,12 @@ def _compare(ranks: list[Any]) -> list[str]:
     for each in first.values():
         if each:
             kinds.update(each[2])
-    return [
-        *(f"{label}: two readings differ, so ranks and resumes are not compared" for label in sorted(unsteady)),
-        *(f"samples contain {kind}, which is not compared" for kind in sorted(kinds)),
-    ]
+    notes = []
+    for label in sorted(unsteady):
+        notes.append(f"{label}: two readings differ, so ranks and resumes are not compared")
+    for kind in sorted(kinds):
+        notes.append(f"samples contain {kind}, which is not compared")
+    return notes
 
 
 def alike(first: Digest | None, second: Digest | None) -> bool:

@@ -313,10 +313,11 @@ def _describe(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, 
         more = f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
         ranks_text = _describe_odd_ranks(dict(odd)[name])
         return f"after step {step} {ranks_text} in {_tensor_label(name, kinds)}{more}; {cause}"
-    few = next(
-        (name for name in names if len({repr(tensors_of_rank.get(name, [""])[0]) for tensors_of_rank in ranks}) > 1),
-        "in number",
-    )
+    few = "in number"
+    for candidate in names:
+        if len({repr(tensors_of_rank.get(candidate, [""])[0]) for tensors_of_rank in ranks}) > 1:
+            few = candidate
+            break
     return f"after step {step} the replicas have different tensors, beginning with {few}; start all ranks alike"
 
 

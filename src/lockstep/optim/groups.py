@@ -187,15 +187,17 @@ def groups(
         buckets.setdefault((parameter in separate, not decays, decay, rate), []).append((name, parameter))
     if not buckets:
         raise ConfigError("--model-name: no parameter of the model has requires_grad=True; unfreeze the ones to train")
-    return [
-        {
+    groups = []
+    for (is_separate, _, decay, rate), members in sorted(buckets.items(), key=lambda item: item[0][:2]):
+        group: dict[str, Any] = {
             "params": [parameter for _, parameter in members],
             "names": [name for name, _ in members],
             "weight_decay": decay,
-            **({} if rate == (separate_lr if is_separate else lr) else {"lr": rate}),
         }
-        for (is_separate, _, decay, rate), members in sorted(buckets.items(), key=lambda item: item[0][:2])
-    ]
+        if rate != (separate_lr if is_separate else lr):
+            group["lr"] = rate
+        groups.append(group)
+    return groups
 
 
 def embeddings(model: nn.Module) -> set[torch.Tensor]:
@@ -231,7 +233,10 @@ def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
     # An earlier rule matches the same parameters, so this one would never apply.
     if earlier:
         return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"
-    modules = {f"{name.rpartition('.')[0]}.*" for name in names} | {f"{name.partition('.')[0]}.*" for name in names}
+    modules = set()
+    for name in names:
+        modules.add(f"{name.rpartition('.')[0]}.*")
+        modules.add(f"{name.partition('.')[0]}.*")
     close = difflib.get_close_matches(pattern, sorted({*names, *modules}), n=1, cutoff=0.5)
     if close:
         hint = f"did you mean {close[0]}?"

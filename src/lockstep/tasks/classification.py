@@ -217,10 +217,11 @@ def make(config: Config, say: Say) -> TextClassification:
         )
     # A missing text counts as an empty one.
     texts = zip(*(table.values(column) for column in columns), strict=True)
-    train, evaluation = (
-        Texts([[value or "" for value in column] for column in split_texts], split_labels, encoder, config.seq_len)
-        for split_texts, split_labels in zip(texts, labels, strict=True)
-    )
+    parts = []
+    for split_texts, split_labels in zip(texts, labels, strict=True):
+        filled = [[value or "" for value in column] for column in split_texts]
+        parts.append(Texts(filled, split_labels, encoder, config.seq_len))
+    train, evaluation = parts
     revisions = {config.model_name: source.revision, name: table.revision}
     return TextClassification(
         train,

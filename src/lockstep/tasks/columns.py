@@ -161,9 +161,10 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
             f"{flag}: the column '{column}' has {unknown!r}, which is not one of its classes ({listing}); fix the row, "
             "or name another column with --data.label-column"
         )
-    train, evaluation = (
-        torch.tensor([index[value] for value in split_values], dtype=torch.int64) for split_values in parts
-    )
+    labels = []
+    for split_values in parts:
+        labels.append(torch.tensor([index[value] for value in split_values], dtype=torch.int64))
+    train, evaluation = labels
     return names, (train, evaluation)
 
 

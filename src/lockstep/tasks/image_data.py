@@ -247,7 +247,8 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
         if len(train) < 2:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
         trained, evaluated = parted(len(train), config.data.evaluation)
-        train, evaluation = [train[sample] for sample in trained], [train[sample] for sample in evaluated]
+        evaluation = [train[sample] for sample in evaluated]
+        train = [train[sample] for sample in trained]
     content = []
     for file, label in (*train, *evaluation):
         content.append((file, (root / file).stat().st_size, label))

@@ -367,11 +367,10 @@ def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
 
 def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Pad samples to [len(samples), longest], at the right, with token 0 and label -100."""
-    ids, labels = (
-        pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
-        for name, value in (("input_ids", 0), ("labels", IGNORED))
-    )
-    return {"input_ids": ids, "labels": labels}
+    padded = {}
+    for name, value in (("input_ids", 0), ("labels", IGNORED)):
+        padded[name] = pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+    return padded
 
 
 def count_labels(batch: Mapping[str, Tensor]) -> int:

@@ -129,7 +129,9 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
     else:
         whole = {"path": str(root), "name": request.subset or None}
         builder = datasets.load_dataset_builder(**whole, cache_dir=str(cache))
-        splits = {str(split): [Path(file) for file in files] for split, files in builder.config.data_files.items()}
+        splits = {}
+        for split, files in builder.config.data_files.items():
+            splits[str(split)] = list(map(Path, files))
         _account(builder, request, root, splits, say)
     files = sorted({path for paths in splits.values() for path in paths})
     options = _options(files, request, say)

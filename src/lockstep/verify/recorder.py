@@ -180,7 +180,9 @@ class StepRecorder:
         for state_type in _KINDS:
             present[state_type] = self._reference.record(state_type, present["step"], state[state_type])
         present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
-        self.ended = {state_type: {name: digest(local_of(t)) for name, t in state[state_type]} for state_type in _KINDS}
+        self.ended = {}
+        for state_type in _KINDS:
+            self.ended[state_type] = {name: digest(local_of(t)) for name, t in state[state_type]}
         # An engine may shard a parameter's state while the model has the full tensor, or has it only at times. So
         # digest what the model has now, to find changes between two updates.
         local = [(name, local_of(p)) for name, p in self._model.named_parameters()]

@@ -98,19 +98,16 @@ class Epoch(RowsMetric):
         entries = self._logged.taken()
         self.loss = _loss_of(entries)
         row: list[Any] = []
-        form = {
-            "logged": [_plain_entry(entry) for entry in entries if entry.on_epoch],
-            "appended": {
-                name: taken_apart(items[lengths.get(name, 0) :], row, name)
-                for name, items in lists_of(self._module).items()
-                if len(items) > lengths.get(name, 0)
-            },
-            "metrics": {
-                name: taken_apart(dict(metric.metric_state), row, name)
-                for name, metric in metrics.items()
-                if was_updated(metric)
-            },
-        }
+        logged = [_plain_entry(entry) for entry in entries if entry.on_epoch]
+        appended = {}
+        for name, items in lists_of(self._module).items():
+            if len(items) > lengths.get(name, 0):
+                appended[name] = taken_apart(items[lengths.get(name, 0) :], row, name)
+        updated = {}
+        for name, metric in metrics.items():
+            if was_updated(metric):
+                updated[name] = taken_apart(dict(metric.metric_state), row, name)
+        form = {"logged": logged, "appended": appended, "metrics": updated}
         for name, items in lists_of(self._module).items():
             del items[lengths.get(name, 0) :]
         for name, metric in metrics.items():

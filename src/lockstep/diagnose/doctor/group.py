@@ -335,7 +335,8 @@ def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
         if not times:
             continue
         sizes = sorted(map(int, times))
-        least, most = (max(answer[name][str(size)] for answer in answers) for size in (sizes[0], sizes[-1]))
+        least = max(answer[name][str(sizes[0])] for answer in answers)
+        most = max(answer[name][str(sizes[-1])] for answer in answers)
         # A ring sends 2 (n - 1) / n of the bytes over each link.
         rate = 2 * (place.size - 1) / place.size * sizes[-1] / most
         text = f"{name}: {1e3 * least:.2g} ms for {bytes_text(sizes[0])}"

@@ -204,11 +204,12 @@ class Planner:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the task's `model` returned {describe_value(model)}: it must return a torch.nn.Module")
         layers = asked("blocks", lambda: layers_of(task, model))
-        sizes = Sizes(
-            sum(p.numel() for p in model.parameters()),
-            sum(p.numel() for p in model.parameters() if p.requires_grad),
-            layers,
-        )
+        count = 0
+        trained = 0
+        for p in model.parameters():
+            count += p.numel()
+            trained += p.numel() * p.requires_grad
+        sizes = Sizes(count, trained, layers)
         return resolve(config, Facts.of(task, model, samples)).config, sizes
 
     def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> MemoryEstimate:

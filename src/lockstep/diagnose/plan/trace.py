@@ -234,8 +234,10 @@ class _Stage:
                 levels[f"middle {name}"] = [level + first_step.states for level in values]
                 divided[f"middle {name}"] = first_step.parts[name] | {"optimizer states": first_step.states}
         # The batch does not belong to the step: it is added for as many batches as are in memory.
-        levels = {name: [level - batch_bytes for level in values] for name, values in levels.items()}
-        peaks = {name: float(max(values)) for name, values in levels.items()}
+        peaks = {}
+        for name, values in levels.items():
+            levels[name] = [level - batch_bytes for level in values]
+            peaks[name] = float(max(levels[name]))
         parts = {}
         for name, sizes in divided.items():
             parts[name] = {key: float(size - batch_bytes * (key == "rest")) for key, size in sizes.items()}

@@ -151,9 +151,9 @@ def _without_queue(rank: Parted) -> Parted:
     queued = {}
     for name, milliseconds in about.get("queued", {}).items():
         queued[name] = float(milliseconds)
-    cpu_time, queue_time = (
-        sum(float(times.get(name, 0.0)) for name in ("forward", "backward")) for times in (about.get("cpu", {}), queued)
-    )
+    cpu = about.get("cpu", {})
+    cpu_time = float(cpu.get("forward", 0.0)) + float(cpu.get("backward", 0.0))
+    queue_time = float(queued.get("forward", 0.0)) + float(queued.get("backward", 0.0))
     computing = rank.forward + rank.backward
     between = rank.passes - rank.calling
     if cpu_time:

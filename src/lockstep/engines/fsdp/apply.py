@@ -117,7 +117,13 @@ class UsageCheck:
         index = self._usage.names.index(name)
         # All ranks, only before an error: which of them use the parameter?
         by_rank = self._world.gather(flags[index])  # collective
-        users, idle = ([str(rank) for rank, uses in enumerate(by_rank) if uses is flag] for flag in (True, False))
+        users = []
+        idle = []
+        for rank, uses in enumerate(by_rank):
+            if uses:
+                users.append(str(rank))
+            else:
+                idle.append(str(rank))
         return f"used by rank {listed(users)} and not by rank {listed(idle)} in this step"
 
     def _refuse(self, names: list[str], reason: str) -> None:

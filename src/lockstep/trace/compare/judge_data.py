@@ -475,14 +475,14 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
 
 def _states(spot: Spot) -> dict[int, list[Forward]]:
     """List each rank's training forwards of the model."""
-    return {
-        rank: [
-            Forward((f["n"], f.get("w", 0)), frozenset(words(f.get("s"))), f["rng"][0], f["rng"][1])
-            for f in record["fwd"]
-            if f["train"] and not f["m"] and len(f.get("rng", ())) == 2
-        ]
-        for rank, record in spot.part.records(spot.at).items()
-    }
+    states = {}
+    for rank, record in spot.part.records(spot.at).items():
+        forwards = []
+        for f in record["fwd"]:
+            if f["train"] and not f["m"] and len(f.get("rng", ())) == 2:
+                forwards.append(Forward((f["n"], f.get("w", 0)), frozenset(words(f.get("s"))), *f["rng"]))
+        states[rank] = forwards
+    return states
 
 
 def _two_steps(spot: Spot) -> list[tuple[int, int, Forward]]:

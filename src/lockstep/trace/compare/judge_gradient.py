@@ -278,16 +278,14 @@ def _factors(step: StepPair) -> list[_Factor]:
         spread = math.sqrt(off / total * count / (count - len(groups)))
     else:
         spread = 0.0
-    return [
-        _Factor(
-            *key,
-            means[key],
-            spread * math.sqrt(sum(w * w for _, w in ratios)) / sum(w for _, w in ratios),
-            len(ratios),
-            max(abs(value - means[key]) for value, _ in ratios),
-        )
-        for key, ratios in groups.items()
-    ]
+    factors = []
+    for forwards, ratios in groups.items():
+        mean = means[forwards]
+        weights = [weight for _, weight in ratios]
+        error = spread * math.sqrt(sum(weight * weight for weight in weights)) / sum(weights)
+        furthest = max(abs(value - mean) for value, _ in ratios)
+        factors.append(_Factor(*forwards, mean, error, len(ratios), furthest))
+    return factors
 
 
 def _weighted_mean(values: list[tuple[float, float]]) -> float:
@@ -742,9 +740,12 @@ def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
     for name in first_gradients:
         if name in second_gradients:
             names.append(name)
-    return [x for name in names for x in first_gradients[name].sketch], [
-        x for name in names for x in second_gradients[name].sketch
-    ]
+    first_sketch: list[float] = []
+    second_sketch: list[float] = []
+    for name in names:
+        first_sketch += first_gradients[name].sketch
+        second_sketch += second_gradients[name].sketch
+    return first_sketch, second_sketch
 
 
 def _ratio(step: StepPair) -> float:

@@ -113,9 +113,8 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
     checks = [("losses", _has_losses), ("samples", _has_samples)]
     checks += [("states", _has_state)] * (not any(side.spots[0].hidden for side in sides))
     for name, has in checks:
-        in_first, in_second = (
-            any(has(side, indices[number]) for indices in pair.steps) for number, side in enumerate(sides)
-        )
+        in_first = any(has(sides[0], first) for first, _ in pair.steps)
+        in_second = any(has(sides[1], second) for _, second in pair.steps)
         if in_first != in_second:
             gaps.append(f"only {verdict.two if in_second else verdict.one} has {name}")
     return gaps
@@ -494,9 +493,10 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
     A tensor is judged alone if its gradient is bitwise equal. Otherwise all are judged together: for an element with a
     gradient of rounding noise, Adam takes a step of full length in a random direction, and a tensor may have many.
     """
-    (grads, weights), (their_grads, their_weights) = (
-        [spot.tensors(section) for section in ("grad", "weights")] for spot in (step.one, step.two)
-    )
+    grads = step.one.tensors("grad")
+    weights = step.one.tensors("weights")
+    their_grads = step.two.tensors("grad")
+    their_weights = step.two.tensors("weights")
     before = step.one.before()
     their_before = step.two.before()
     # An engine that does not show its gradients.
@@ -513,10 +513,8 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
                 continue
             noise = math.hypot(noise, off)
             signal = math.hypot(signal, grads[name].norm)
-        first_move, second_move = (
-            tuple(a - b for a, b in zip(after[name].sketch, begin[name].sketch, strict=True))
-            for after, begin in ((weights, before), (their_weights, their_before))
-        )
+        first_move = _difference(weights[name], before[name])
+        second_move = _difference(their_weights[name], their_before[name])
         zero = (0.0,) * len(first_move)
         gap = distance(first_move, second_move)
         length = max(distance(first_move, zero), distance(second_move, zero))
@@ -544,9 +542,9 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
 
 def buffer_difference(step: StepPair) -> TraceFinding | None:
     """Compare the buffers of the ranks in each run, and those of the two runs."""
-    sides = {
-        name: [entry for entry in spot.tensors("buffers").items() if unlike(entry[1])] for name, spot in step.sides()
-    }
+    sides = {}
+    for name, spot in step.sides():
+        sides[name] = [entry for entry in spot.tensors("buffers").items() if unlike(entry[1])]
     if bool(sides[FIRST]) != bool(sides[SECOND]):
         run = FIRST if sides[FIRST] else SECOND
         name, tensor = sides[run][0]
@@ -720,8 +718,13 @@ def _describe_time(spot: Spot) -> str:
 def _moves(spot: Spot) -> dict[str, tuple[float, ...]]:
     """Return the moves of the tensors that changed since the previous update."""
     previous = spot.left()
-    return {
-        name: tuple(a - b for a, b in zip(tensor.sketch, previous[name].sketch, strict=True))
-        for name, tensor in spot.tensors("begin").items()
-        if name in previous and previous[name].digest != tensor.digest
-    }
+    moves = {}
+    for name, tensor in spot.tensors("begin").items():
+        if name in previous and previous[name].digest != tensor.digest:
+            moves[name] = _difference(tensor, previous[name])
+    return moves
+
+
+def _difference(tensor: WholeTensor, other: WholeTensor) -> tuple[float, ...]:
+    """Return the difference of two tensors' sketches."""
+    return tuple(a - b for a, b in zip(tensor.sketch, other.sketch, strict=True))

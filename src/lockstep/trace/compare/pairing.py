@@ -63,11 +63,15 @@ def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
     """Match two sets of names, each in its own order."""
     first_names = dict.fromkeys(one)
     second_names = dict.fromkeys(two)
-    return Matched(
-        tuple(name for name in first_names if name in second_names),
-        tuple(name for name in first_names if name not in second_names),
-        tuple(name for name in second_names if name not in first_names),
-    )
+    common = []
+    first_only = []
+    for name in first_names:
+        if name in second_names:
+            common.append(name)
+        else:
+            first_only.append(name)
+    second_only = [name for name in second_names if name not in first_names]
+    return Matched(tuple(common), tuple(first_only), tuple(second_only))
 
 
 def every(tests: Iterable[bool]) -> bool:
@@ -191,7 +195,8 @@ def _match(
         for load in waiting:
             if load["l"] == best["l"] and load["e"] < best["e"]:
                 older.append(load)
-        waiting[:] = [load for load in waiting if load is not best and not any(load is old for old in older)]
+        passed = {id(best), *map(id, older)}
+        waiting[:] = [load for load in waiting if id(load) not in passed]
         earlier.append(best)
     return best
 

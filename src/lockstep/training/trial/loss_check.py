@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -474,8 +475,10 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
     slots = max(training.sharing.at(training.step_plan.origin.step).slots)
 
     def conclude(ranks: list[Any]) -> None:
-        names, owned = ({name for reply in ranks for name in reply[index]} for index in (0, 1))
-        differing = differing_marks([reply[1] for reply in ranks])
+        marks_by_rank, outside_by_rank = zip(*ranks, strict=True)
+        names = set(chain.from_iterable(marks_by_rank))
+        owned = set(chain.from_iterable(outside_by_rank))
+        differing = differing_marks(outside_by_rank)
         if owned and trial.config.exact:
             raise refusal_of_marks(owned, exact=True)
         if differing:

@@ -165,11 +165,11 @@ def marks_of(
     # Lists that grow with each call are merged over the ranks.
     grown = {id(entries) for entries, length in lists if len(entries) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
-    return {
-        name: _digest_of(value)
-        for name, value in second_call.changed().items()
-        if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name)
-    }
+    marks = {}
+    for name, value in second_call.changed().items():
+        if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name):
+            marks[name] = _digest_of(value)
+    return marks
 
 
 def _state_by_sample(model: nn.Module, task: Task) -> set[int]:
