@@ -215,7 +215,11 @@ class Rates:
 
 
 def _written_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in _WRITTEN if key in group}
+    settings = {}
+    for key in _WRITTEN:
+        if key in group:
+            settings[key] = group[key]
+    return settings
 
 
 def _state_of(scheduler: Any) -> dict[str, Any]:

@@ -608,7 +608,11 @@ def _differences(
 
 
 def _missing(names: Mapping[str, str], model: Mapping[str, Tensor], ties: Mapping[str, str], prefix: str) -> list[str]:
-    return [name for name in model if f"{prefix}{name}" not in names and _partner(name, names, ties, prefix) is None]
+    missing = []
+    for name in model:
+        if f"{prefix}{name}" not in names and _partner(name, names, ties, prefix) is None:
+            missing.append(name)
+    return missing
 
 
 def _partner(name: str, names: Mapping[str, str], ties: Mapping[str, str], prefix: str) -> str | None:

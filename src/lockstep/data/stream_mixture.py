@@ -141,7 +141,10 @@ class LaneMixture:
             stop = self.place(lane, last)
             counts += np.subtract(self.counts(lane, stop), self.counts(lane, number))
             total += stop - number
-        return {name: int(count) / max(1, total) for name, count in zip(names, counts, strict=True)}
+        fractions = {}
+        for name, count in zip(names, counts, strict=True):
+            fractions[name] = int(count) / max(1, total)
+        return fractions
 
     def _begin(self, lane: int) -> int:
         """Return the first turn of a lane; lanes past the last are for trials."""

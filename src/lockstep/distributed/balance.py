@@ -137,7 +137,10 @@ def cut(work: Sequence[float], costs: Sequence[float], most: Sequence[int] = ())
 
 def loads(work: Sequence[float], costs: Sequence[float], shares: Shares) -> list[float]:
     """Return, by rank, the time of its run."""
-    return [cost * math.fsum(work[a:b]) for cost, (a, b) in zip(costs, shares.runs, strict=True)]
+    seconds = []
+    for cost, (a, b) in zip(costs, shares.runs, strict=True):
+        seconds.append(cost * math.fsum(work[a:b]))
+    return seconds
 
 
 def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int]:

@@ -138,10 +138,10 @@ class GroupSettings:
             ConfigError: a changed setting is not JSON.
         """
         self._take()
-        return [
-            _changes_of(number, group, row, _RATES if rates else ())
-            for number, (group, row) in enumerate(zip(self._groups, self._rows, strict=True))
-        ]
+        rows = []
+        for number, (group, row) in enumerate(zip(self._groups, self._rows, strict=True)):
+            rows.append(_changes_of(number, group, row, _RATES if rates else ()))
+        return rows
 
     def load(self, changes: list[Group] | None) -> None:
         """Set what `changes` returned."""

@@ -116,7 +116,10 @@ class _OwnTensors:
         self.now = dict(self._own())
 
     def places(self) -> list[_MovingTensor]:
-        return [_MovingTensor(f"task/{name}", partial(self._get, name), own=True) for name in self.now]
+        tensors = []
+        for name in self.now:
+            tensors.append(_MovingTensor(f"task/{name}", partial(self._get, name), own=True))
+        return tensors
 
     def _get(self, name: str) -> Tensor | None:
         return self.now.get(name)

@@ -284,11 +284,11 @@ def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, fol
     for key, value in values.items():
         if not value and options.get(key):
             dropped.append(key)
-    kept = {}
+    settings = {}
     for key, value in {**options, **values}.items():
         if key not in dropped:
-            kept[key] = value
-    return kept
+            settings[key] = value
+    return settings
 
 
 def _fill(

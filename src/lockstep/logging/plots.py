@@ -102,8 +102,14 @@ def _braille(lit: set[tuple[int, int]], columns: int, rows: int) -> list[str]:
     cells = [[0] * columns for _ in range(rows)]
     for x, y in lit:
         cells[y // 4][x // 2] |= _BRAILLE[x % 2][y % 4]
-    return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
+    lines = []
+    for row in cells:
+        lines.append("".join(chr(0x2800 + bits) if bits else " " for bits in row))
+    return lines
 
 
 def _ascii(lit: set[tuple[int, int]], columns: int, rows: int) -> list[str]:
-    return ["".join("*" if (x, y) in lit else " " for x in range(columns)) for y in range(rows)]
+    lines = []
+    for y in range(rows):
+        lines.append("".join("*" if (x, y) in lit else " " for x in range(columns)))
+    return lines

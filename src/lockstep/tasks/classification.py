@@ -219,7 +219,9 @@ def make(config: Config, say: Say) -> TextClassification:
     texts = zip(*(table.values(column) for column in columns), strict=True)
     parts = []
     for split_texts, split_labels in zip(texts, labels, strict=True):
-        filled = [[value or "" for value in column] for column in split_texts]
+        filled = []
+        for column in split_texts:
+            filled.append([value or "" for value in column])
         parts.append(Texts(filled, split_labels, encoder, config.seq_len))
     train, evaluation = parts
     revisions = {config.model_name: source.revision, name: table.revision}

@@ -687,4 +687,8 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
 
 
 def _sources(revisions: Mapping[str, str]) -> dict[str, str]:
-    return {name: revision for name, revision in revisions.items() if revision}
+    pinned = {}
+    for name, revision in revisions.items():
+        if revision:
+            pinned[name] = revision
+    return pinned

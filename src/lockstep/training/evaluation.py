@@ -531,7 +531,10 @@ def _read_rows(rows: list[list[Any]]) -> list[list[float]]:
                 tensors.append(value.detach().double().reshape(()))
     # Waits for the device, once for each set.
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
+    values = []
+    for row in rows:
+        values.append([next(numbers) if isinstance(v, Tensor) else float(v) for v in row])
+    return values
 
 
 # --- evaluation sets

@@ -381,7 +381,10 @@ def _differentiable_gradients(
     with torch.enable_grad(), empty_slot(not ctx.counts):
         output = _normalise_by_parts(input, weight, bias, ctx.eps)
         gradients = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
-    return [None if tensor is None else next(gradients) for tensor in tensors]
+    present = []
+    for tensor in tensors:
+        present.append(None if tensor is None else next(gradients))
+    return present
 
 
 def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

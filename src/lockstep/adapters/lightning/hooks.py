@@ -778,8 +778,8 @@ def _detached(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):
-        detached = {}
+        values = {}
         for key, value in output.items():
-            detached[key] = value.detach() if isinstance(value, torch.Tensor) else value
-        return detached
+            values[key] = value.detach() if isinstance(value, torch.Tensor) else value
+        return values
     return output

@@ -98,7 +98,10 @@ class Epoch(RowsMetric):
         entries = self._logged.taken()
         self.loss = _loss_of(entries)
         row: list[Any] = []
-        logged = [_plain_entry(entry) for entry in entries if entry.on_epoch]
+        logged = []
+        for entry in entries:
+            if entry.on_epoch:
+                logged.append(_plain_entry(entry))
         appended = {}
         for name, items in lists_of(self._module).items():
             if len(items) > lengths.get(name, 0):

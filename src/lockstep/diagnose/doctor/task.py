@@ -243,7 +243,10 @@ def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
         wrong = []
         for other_rank, fact in by_rank.items():
             if fact[subject] != names:
-                different_names = [name for name in names if fact[subject].get(name) != names[name]]
+                different_names = []
+                for name in names:
+                    if fact[subject].get(name) != names[name]:
+                        different_names.append(name)
                 wrong.append((other_rank, different_names or sorted(set(fact[subject]) - set(names))))
         if wrong:
             rank, odd = wrong[0]

@@ -320,7 +320,11 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
         return first + times * (second - first)
 
     def lines(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-        return {name: line(value, second[name]) for name, value in first.items() if name in second}
+        fitted = {}
+        for name, value in first.items():
+            if name in second:
+                fitted[name] = line(value, second[name])
+        return fitted
 
     def work(name: str) -> Work:
         first = low.work[name]

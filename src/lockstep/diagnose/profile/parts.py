@@ -325,7 +325,10 @@ def _kinds(trace: ProfileTrace, clock: float) -> dict[str, Spans]:
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for collective, begin, end in trace.exchanges:
         by_kind.setdefault(collective, []).append((begin - clock, end - clock))
-    return {collective: np.array(spans, dtype=np.float64) for collective, spans in by_kind.items()}
+    arrays = {}
+    for collective, spans in by_kind.items():
+        arrays[collective] = np.array(spans, dtype=np.float64)
+    return arrays
 
 
 def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:

@@ -595,7 +595,11 @@ class _ZeroStep:
         if self._scaler:
             self._scaler.load_state_dict(state)
             self._scale()
-        return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
+        present = {}
+        for name, tensor in state.items():
+            if not name.startswith("scaler/"):
+                present[name] = tensor
+        return present
 
 
 def _check(request: EngineRequest, dtypes: set[torch.dtype]) -> None:

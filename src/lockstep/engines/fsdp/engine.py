@@ -76,10 +76,10 @@ def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: to
     # As above, for each gradient.
     collectives.all_reduce(squares, group=group)  # collective
     summed = squares.sqrt().unbind()
-    sharded = []
+    results = []
     for gradient, norm, total in zip(gradients, norms, summed, strict=True):
-        sharded.append(total if is_dtensor(gradient) else norm.to(total))
-    return sharded
+        results.append(total if is_dtensor(gradient) else norm.to(total))
+    return results
 
 
 class ExactNorm:
@@ -135,10 +135,10 @@ class ExactNorm:
         # All ranks: an all-to-all gathers each gradient on its owner.
         wholes = gather_rows(local_shards, [gradient.shape for gradient in gradients], owners)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
-        owned = []
+        gradients = []
         for tensor, gradient in zip(wholes, sources, strict=True):
-            owned.append(tensor.to(gradient.dtype))
-        return owned
+            gradients.append(tensor.to(gradient.dtype))
+        return gradients
 
 
 class ExactReduceScatter:

@@ -70,7 +70,10 @@ def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
             common.append(name)
         else:
             first_only.append(name)
-    second_only = [name for name in second_names if name not in first_names]
+    second_only = []
+    for name in second_names:
+        if name not in first_names:
+            second_only.append(name)
     return Matched(tuple(common), tuple(first_only), tuple(second_only))
 
 

@@ -156,7 +156,11 @@ class Names:
         values = []
         for name, submodule, key in self._generators[id(module)]:
             values.append((name, getattr(submodule(), key, None)))
-        return [(name, value) for name, value in values if isinstance(value, torch.Generator)]
+        entries = []
+        for name, value in values:
+            if isinstance(value, torch.Generator):
+                entries.append((name, value))
+        return entries
 
     def _read_names(self) -> None:
         # Reversed, so that a tied parameter has its first name.

@@ -198,12 +198,12 @@ def _devices() -> list[dict[str, Any]]:
     devices = []
     for index in range(torch.cuda.device_count()):
         devices.append(torch.cuda.get_device_properties(index))
-    described = []
+    entries = []
     for device in devices:
-        described.append(
+        entries.append(
             {"name": device.name, "memory": device.total_memory, "capability": f"{device.major}.{device.minor}"}
         )
-    return described
+    return entries
 
 
 def _git() -> dict[str, Any] | None:

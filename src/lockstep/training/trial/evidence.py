@@ -435,10 +435,10 @@ class _Weighing:
         """Return the findings of each rank's places. Collective."""
         findings = [[*judgement.finding] for judgement in judgements]
         # Every rank draws the conclusion from the findings of all.
-        gathered = []
+        findings_by_rank = []
         for rank in self.trial.world.gather(findings):
-            gathered.append([Finding(*values) for values in rank])
-        return gathered
+            findings_by_rank.append([Finding(*values) for values in rank])
+        return findings_by_rank
 
     def differentiate(
         self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "GeneratorWatch | None" = None
