@@ -265,7 +265,9 @@ def _open_bins(folder: Path) -> ForeignWeights:
         files = [_BIN]
     parts = [_open_torch(folder / file) for file in files]
     owner = {name: file_weights for file_weights in parts for name in file_weights.tensors}
-    forms = {name: file_weights.tensors[name] for name, file_weights in owner.items()}
+    forms = {}
+    for name, file_weights in owner.items():
+        forms[name] = file_weights.tensors[name]
     return ForeignWeights(
         *(folder, "a folder of torch files", forms, {}),
         read=lambda name: owner[name].read(name),

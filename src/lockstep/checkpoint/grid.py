@@ -101,6 +101,7 @@ class Grid:
         numbers = tuple(start + distance * k for start, count, distance in files for k in range(count))
         if len(numbers) != math.prod(counts) or len(set(numbers)) != len(numbers):
             return "it does not have one file for each slice"
+        # Where the slices of each dimension begin and end.
         edges = []
         for dimension in cuts:
             lengths = [size for size, count in dimension for _ in range(count)]

@@ -385,7 +385,11 @@ def open_tensors(path: Path) -> Iterator[FullTensors]:
 
 def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
     """Return the names of averaged weights. Raises CheckpointError if there are none."""
-    names = sorted(name for name in all_names if name.startswith(AVERAGE))
+    names = []
+    for name in all_names:
+        if name.startswith(AVERAGE):
+            names.append(name)
+    names.sort()
     if not names:
         raise CheckpointError(
             f"the checkpoint {printable(path.name)} has no averaged weights, since its run had no --optim.ema; "

@@ -349,7 +349,7 @@ class RemoteRun:
         """
         there = self._sizes(name)
         self.discard_files([f"{name}/{file_name}" for file_name in sorted(there.keys() - manifest.files.keys())])
-        wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
+        wanted = _sizes_of(manifest)
         wrong = []
         for file_name in wanted:
             if wanted[file_name] != there.get(file_name):
@@ -437,7 +437,7 @@ class RemoteRun:
         The result has a line for each file. No file is read.
         """
         there = self._sizes(f"checkpoints/{step_name(step)}")
-        wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
+        wanted = _sizes_of(manifest)
         problems = []
         for file_name in sorted(there.keys() | wanted.keys() - {MANIFEST}):
             label = f"{step_name(step)}/{printable(file_name)}"
@@ -619,6 +619,14 @@ class RemoteRun:
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"{self._flag} {self.url}: {why}")
+
+
+def _sizes_of(manifest: Manifest) -> dict[str, int]:
+    """Return the bytes of each file in a manifest."""
+    sizes = {}
+    for name, file in manifest.files.items():
+        sizes[name] = int(file["size"])
+    return sizes
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

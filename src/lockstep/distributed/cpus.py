@@ -134,6 +134,7 @@ def share_cores(cpus: Iterable[int], shares: int, root: Path = Path("/")) -> lis
     if len(groups) < shares:
         return []
     ends = [round(len(groups) * (share + 1) / shares) for share in range(shares)]
+    # Neighbouring groups, so that a share stays on few caches.
     return [set(chain.from_iterable(groups[begin:end])) for begin, end in pairwise([0, *ends])]
 
 

@@ -336,7 +336,9 @@ class Generation(NamedTuple):
     def read(cls, text: str) -> Self:
         """Parse the launcher's JSON."""
         fields = json.loads(text)
-        reports = {name: LeaveReport(*values) for name, values in fields["reports"].items()}
+        reports = {}
+        for name, values in fields["reports"].items():
+            reports[name] = LeaveReport(*values)
         return cls(fields["number"], fields["members"], reports, fields["fresh"], fields["lost"])
 
     def to_json(self) -> str:

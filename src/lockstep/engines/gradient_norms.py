@@ -94,7 +94,11 @@ def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str
     layers: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            block = next((path for path in paths if name.startswith(f"{path}.")), "")
+            block = ""
+            for path in paths:
+                if name.startswith(f"{path}."):
+                    block = path
+                    break
             layers[parameter] = block or name.partition(".")[0]
     return layers
 

@@ -163,7 +163,11 @@ class Manual(BareEngine):
         """
         # First this rank's micro-batches, then all ranks'. All ranks take part, at each optimizer's step.
         for compared in (points, self._world.gather(points[0])):  # collective
-            odd = next((point for point in compared if point != compared[0]), None)
+            odd = None
+            for point in compared:
+                if point != compared[0]:
+                    odd = point
+                    break
             if odd is not None:
                 raise LockstepError(
                     f"the micro-batches of a step must step together: one is at {compared[0]} and another at {odd}; "

@@ -409,6 +409,7 @@ def _carry_settings(former: Optimizer, optimizer: Optimizer) -> None:
     for group, change in zip(former.param_groups, settings_of(former).changes(), strict=True):
         for parameter in group["params"]:
             changes[id(parameter)] = change
+    # A group without former parameters changes nothing.
     rows = []
     for group in optimizer.param_groups:
         rows.append(next((changes[id(parameter)] for parameter in group["params"] if id(parameter) in changes), {}))

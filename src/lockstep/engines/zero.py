@@ -210,8 +210,12 @@ class Zero(BareEngine):
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
-        state = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
-        local = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
+        state = {}
+        for name, tensor in self._module.state_dict().items():
+            state[f"model/{name}"] = tensor
+        local = {}
+        for name, key, value in self._own_states():
+            local[f"optimizer/{name}/{key}"] = value
         described = {}
         for name, value in local.items():
             described[name] = [*_describe(value), self._world.rank]
@@ -315,7 +319,11 @@ class Zero(BareEngine):
 
 def _check_memory(trained: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that their owners cannot send by themselves."""
-    gaps = next((name for name, p in trained.items() if has_gaps(p)), None)
+    gaps = None
+    for name, p in trained.items():
+        if has_gaps(p):
+            gaps = name
+            break
     if gaps is not None:
         raise ConfigError(
             f"--engine zero cannot send {gaps}, a view with other numbers between its own; make it contiguous, or use "

@@ -153,7 +153,9 @@ def _own_tensors(owner: Any) -> Iterator[tuple[int, str]]:
                 yield id(parameter), f"task.{name}.{path}"
             continue
         if isinstance(value, list | tuple):
-            entries = [(f"task.{name}[{index}]", member) for index, member in enumerate(value)]
+            entries = []
+            for index, member in enumerate(value):
+                entries.append((f"task.{name}[{index}]", member))
         elif isinstance(value, dict):
             entries = [(f"task.{name}[{key!r}]", member) for key, member in value.items()]
         else:

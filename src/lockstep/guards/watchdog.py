@@ -112,7 +112,9 @@ class Heartbeats:
         keys = [f"{self.keys}/at/{rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return []
-        steps = [int(heartbeat.partition(b" ")[0]) for heartbeat in self.store.multi_get(keys)]
+        steps = []
+        for heartbeat in self.store.multi_get(keys):
+            steps.append(int(heartbeat.partition(b" ")[0]))
         return [rank for rank, at in enumerate(steps) if at > step]
 
 

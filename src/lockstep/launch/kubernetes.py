@@ -438,6 +438,7 @@ def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
     for name in ("nproc_per_node", "node_rank", "master_port", "max_restarts"):
         if values[name] and not (values[name].isascii() and values[name].isdigit()):
             raise ConfigError(f"the environment variable PET_{name.upper()} is '{values[name]}': it must be a number")
+    # Without a flag torchrun uses its own default.
     options = []
     for name, value in values.items():
         if value:

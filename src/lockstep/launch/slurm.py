@@ -280,6 +280,7 @@ def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, fol
     options["open-mode"] = "append"
     options["chdir"] = str(Path.cwd())
     options["output"] = f"{folder}/{'%A' if args.seeds else '%j'}.out"
+    # A flag with an empty value removes the option of that name.
     dropped = []
     for key, value in values.items():
         if not value and options.get(key):

@@ -194,6 +194,7 @@ def groups(
             "names": [name for name, _ in members],
             "weight_decay": decay,
         }
+        # At the base rate a group takes the optimizer's default.
         if rate != (separate_lr if is_separate else lr):
             group["lr"] = rate
         groups.append(group)
@@ -233,6 +234,7 @@ def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
     # An earlier rule matches the same parameters, so this one would never apply.
     if earlier:
         return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"
+    # A misspelt pattern may mean all of a module, such as `blocks.0.*`.
     modules = set()
     for name in names:
         modules.add(f"{name.rpartition('.')[0]}.*")

@@ -121,7 +121,9 @@ def _draw_series(series: Series, scale: _Scale) -> str:
     colour = f"s{series.colour % COLOURS}"
     if not series.spans:
         return ""
-    points = [(scale.x(span.step), scale.y(_clamped_mean(span))) for span in series.spans]
+    points = []
+    for span in series.spans:
+        points.append((scale.x(span.step), scale.y(_clamped_mean(span))))
     line = "M" + "L".join(f"{x} {y}" for x, y in points)
     paths = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
     # A line of zero length with round caps stays round at any scale, unlike a circle.

@@ -535,7 +535,9 @@ def _read_proofs(facts: RunFacts) -> None:
                 {"file": shown(path.name), "steps": shown(data.get("steps", "?")), "rows": certificate}
             )
     paths = sorted((facts.folder / "profile").glob("*-*/verdict.json"), key=lambda path: path.parent.name)
-    verdicts = [(path, _small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
+    verdicts = []
+    for path in paths[-_VERDICTS:]:
+        verdicts.append((path, _small_json(path, facts.notes)))
     facts.profiles = [verdict for _, verdict in verdicts if isinstance(verdict.get("parts"), dict)]
     facts.profiles.sort(key=lambda verdict: str(verdict.get("steps")))
 

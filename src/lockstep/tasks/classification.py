@@ -219,10 +219,11 @@ def make(config: Config, say: Say) -> TextClassification:
     texts = zip(*(table.values(column) for column in columns), strict=True)
     parts = []
     for split_texts, split_labels in zip(texts, labels, strict=True):
-        filled = []
+        # An empty cell is an empty text.
+        column_texts = []
         for column in split_texts:
-            filled.append([value or "" for value in column])
-        parts.append(Texts(filled, split_labels, encoder, config.seq_len))
+            column_texts.append([value or "" for value in column])
+        parts.append(Texts(column_texts, split_labels, encoder, config.seq_len))
     train, evaluation = parts
     revisions = {config.model_name: source.revision, name: table.revision}
     return TextClassification(

@@ -297,7 +297,9 @@ def _write_all(
     with ProcessPoolExecutor(count, mp_context=context, initializer=_init_process) as pool:
         try:
             with _hold_interrupts():
-                futures = {pool.submit(_write_shard, job, facts, shard): shard for shard in shards}
+                futures = {}
+                for shard in shards:
+                    futures[pool.submit(_write_shard, job, facts, shard)] = shard
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:

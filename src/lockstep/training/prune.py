@@ -122,6 +122,7 @@ def _bytes_in(path: Path) -> int:
     with suppress(CheckpointError):
         if attached(path):
             return read_manifest(path).size
+    # A link counts as itself: its target may be elsewhere.
     total = 0
     for file in path.rglob("*"):
         if file.is_file():

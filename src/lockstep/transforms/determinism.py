@@ -177,13 +177,8 @@ def pin_compiler() -> None:
     plain run.
     """
     config: Any = importlib.import_module(_DYNAMO)
-    values = (
-        False,
-        # It splits a graph at DDP's buckets, which only DDP has.
-        False,
-        max(config.recompile_limit, _SHAPE_LIMIT),
-        True,
-    )
+    # The second splits a graph at DDP's buckets, which only DDP has.
+    values = [False, False, max(config.recompile_limit, _SHAPE_LIMIT), True]
     _change_compiler({setting: value for both, value in zip(_DYNAMOS, values, strict=True) for setting in both})
 
 

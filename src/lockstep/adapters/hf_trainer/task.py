@@ -277,7 +277,9 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
             defaults[key] = option
 
     def make(model: nn.Module) -> Optimizer:
-        parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
+        parameters = {}
+        for name, parameter in model.named_parameters():
+            parameters[_plain(name)] = parameter
         members = []
         for group_names, options in groups:
             members.append({**options, "params": [parameters[name] for name in group_names]})

@@ -383,7 +383,9 @@ def _length(sampler: Any, name: str) -> int:
 
 
 def _generators(sampler: Any) -> list[torch.Generator]:
-    generators = [getattr(candidate, "generator", None) for candidate in within(sampler)]
+    generators = []
+    for candidate in within(sampler):
+        generators.append(getattr(candidate, "generator", None))
     candidates = []
     for candidate in generators:
         if isinstance(candidate, torch.Generator):

@@ -98,6 +98,7 @@ class Epoch(RowsMetric):
         entries = self._logged.taken()
         self.loss = _loss_of(entries)
         row: list[Any] = []
+        # The tensors move into `row`, and the form keeps their positions.
         logged = []
         for entry in entries:
             if entry.on_epoch:

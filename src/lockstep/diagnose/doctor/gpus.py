@@ -167,7 +167,9 @@ def _text(value: Any) -> str:
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
     """Return existing NVLinks that are not up; [] if no link is up."""
-    states = {link: ask("nvmlDeviceGetNvLinkState", link) for link in range(_NVLINKS)}
+    states = {}
+    for link in range(_NVLINKS):
+        states[link] = ask("nvmlDeviceGetNvLinkState", link)
     up = []
     for link, state in states.items():
         if state == nvml.NVML_FEATURE_ENABLED:
@@ -236,7 +238,9 @@ def gpus(place: CheckContext) -> CheckResult:
         return CheckResult([skip("GPUs", f"{error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []})
     findings = [finding for gpu in devices for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
-    usage = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in devices]
+    usage = []
+    for gpu in devices:
+        usage.append([gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid])
     if not findings:
         findings = [ok("GPUs", _summary(devices))]
     return CheckResult(findings, {"pid": os.getpid(), "gpus": usage})

@@ -348,7 +348,9 @@ def _load(place: CheckContext) -> tuple[float | None, float]:
     if not words or not before:
         return None, 0.0
     time.sleep(_STEAL_SECONDS)
-    ticks = [after - then for after, then in zip(_cpu_times(place), before, strict=False)]
+    ticks = []
+    for after, then in zip(_cpu_times(place), before, strict=False):
+        ticks.append(after - then)
     return float(words[0]), ticks[_STEAL_COLUMN] / sum(ticks) if sum(ticks) > 0 else 0.0
 
 

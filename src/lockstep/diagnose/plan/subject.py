@@ -10,7 +10,7 @@ first samples loaded, since only these determine the form of a batch.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -271,9 +271,9 @@ class _ShapeOnlyCorpus:
 
 def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
     """Return a function: samples -> a micro-batch of full windows."""
-    names: Sequence[str] = ("input_ids", "labels")
+    names = ["input_ids", "labels"]
     if config.data.packing == "documents":
-        names = (*names, "positions", "documents")
+        names += ["positions", "documents"]
 
     def batch(size: int) -> dict[str, torch.Tensor]:
         try:

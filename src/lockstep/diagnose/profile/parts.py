@@ -80,7 +80,9 @@ def saves_of_evaluations(trace: ProfileTrace) -> Spans:
     evaluated = {_step_at(steps, begin): begin for begin, _ in evaluations}
     places = [_step_at(steps, begin) for begin, _ in saves]
     first_step = int(trace.about["steps"][0])
-    due = [bool(every) and (first_step + step_index) % every == 0 for step_index in places]
+    due = []
+    for step_index in places:
+        due.append(bool(every) and (first_step + step_index) % every == 0)
     after = []
     for step_index, (begin, _) in zip(places, saves, strict=True):
         after.append(evaluated.get(step_index, np.inf) < begin)

@@ -257,7 +257,9 @@ class ProfileTrace:
     @property
     def packed(self) -> dict[str, Any]:
         """The trace as plain numbers, for another rank; `unpacked` restores it."""
-        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        values: dict[str, Any] = {}
+        for spec in fields(self):
+            values[spec.name] = getattr(self, spec.name)
         for name in ("marks", "works"):
             values[name] = {key: spans.tolist() for key, spans in values[name].items()}
         for name in _SPANS:
@@ -569,7 +571,8 @@ def _of_device(
         name = str(event.get("name", ""))
         span = _span(event, base)
         entry = kernels.setdefault(name, [0, 0.0])
-        entry[:] = entry[0] + 1, entry[1] + span[1] - span[0]
+        entry[0] += 1
+        entry[1] = entry[1] + span[1] - span[0]
         if name.lower().startswith("nccl"):
             exchanges.append((_collective(name), *span))
             continue

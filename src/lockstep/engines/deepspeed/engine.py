@@ -211,14 +211,18 @@ class SplitState:
         return owners_of(sizes, self._world.size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        parameters = set()
+        for name, _ in self._model.named_parameters(remove_duplicate=False):
+            parameters.add(name)
         for name, tensor in self._model.state_dict().items():
             if name not in parameters:
                 yield name, tensor
 
     def _ties(self) -> Iterator[tuple[str, str]]:
         """Yield (second name, first name) of tied parameters."""
-        first_names = {parameter: name for name, parameter in self._model.named_parameters()}
+        first_names = {}
+        for name, parameter in self._model.named_parameters():
+            first_names[parameter] = name
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if first_names[parameter] != name:
                 yield name, first_names[parameter]

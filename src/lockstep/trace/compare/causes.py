@@ -314,7 +314,11 @@ def said(cause: str, frameworks: Iterable[str]) -> str:
     for name in ("lightning", "transformers", "accelerate"):
         if name in names:
             order.append(name)
-    way = next((ways[name] for name in order if name in ways), ways[""])
+    way = ways[""]
+    for name in order:
+        if name in ways:
+            way = ways[name]
+            break
     return f"{text}. Fix: {way}"
 
 

@@ -282,6 +282,7 @@ def _factors(step: StepPair) -> list[_Factor]:
     for forwards, ratios in groups.items():
         mean = means[forwards]
         weights = [weight for _, weight in ratios]
+        # The standard error of a weighted mean.
         error = spread * math.sqrt(sum(weight * weight for weight in weights)) / sum(weights)
         furthest = max(abs(value - mean) for value, _ in ratios)
         factors.append(_Factor(*forwards, mean, error, len(ratios), furthest))
@@ -764,7 +765,9 @@ def _ratio(step: StepPair) -> float:
 def _clipping(step: StepPair) -> TraceFinding | None:
     """Report parallel gradients of different lengths, at least one of them clipped."""
     ratio = _ratio(step)
-    clips = [_clips(next(iter(_records(spot).values()))) for spot in (step.one, step.two)]
+    clips = []
+    for spot in (step.one, step.two):
+        clips.append(_clips(next(iter(_records(spot).values()))))
     if math.isnan(ratio) or not any(clips):
         return None
     limits = []

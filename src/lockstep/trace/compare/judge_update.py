@@ -233,7 +233,9 @@ def _in_training_mode(
         idle = []
         for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True):
             idle.append(_without_backward(side, spot))
-        training = [bool(count) and not use for count, use in zip(idle, uses, strict=True)]
+        training = []
+        for count, use in zip(idle, uses, strict=True):
+            training.append(bool(count) and not use)
         training = [False, False] if every(map(bool, idle)) else training
     if training[0] == training[1]:
         return None
@@ -542,6 +544,7 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
 
 def buffer_difference(step: StepPair) -> TraceFinding | None:
     """Compare the buffers of the ranks in each run, and those of the two runs."""
+    # Buffers that differ between a run's own ranks.
     sides = {}
     for name, spot in step.sides():
         sides[name] = [entry for entry in spot.tensors("buffers").items() if unlike(entry[1])]

@@ -198,6 +198,7 @@ def _match(
         for load in waiting:
             if load["l"] == best["l"] and load["e"] < best["e"]:
                 older.append(load)
+        # By identity: two loads may be equal.
         passed = {id(best), *map(id, older)}
         waiting[:] = [load for load in waiting if id(load) not in passed]
         earlier.append(best)

@@ -136,7 +136,9 @@ class TracePart:
 
     def names(self, step: int, kind: str) -> set[str]:
         """Return the names of a kind without values: "frozen"."""
-        entries = [(number, record.get(kind)) for number, record in self.records(step).items()]
+        entries = []
+        for number, record in self.records(step).items():
+            entries.append((number, record.get(kind)))
         return {n for number, entry in entries if entry is not None for n in self.ranks[number].tables[entry]["names"]}
 
     def tensors(self, step: int, kind: str) -> dict[str, WholeTensor]:
