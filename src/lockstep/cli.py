@@ -185,7 +185,9 @@ def _parser_of(command: str) -> Any:
     # Imported late: it takes longer than all else that `lockstep --help` needs.
     points = importlib.import_module("importlib.metadata").entry_points(group="lockstep.commands", name=command)
     home = importlib.import_module([*(point.module for point in points), COMMANDS[command][0]][0])
-    makers = [getattr(home, name, None) for name in (f"_{command}_parser", "_parser", "parser")]
+    makers = []
+    for name in (f"_{command}_parser", "_parser", "parser"):
+        makers.append(getattr(home, name, None))
     return next(filter(None, makers), argparse.ArgumentParser)()
 
 

@@ -190,7 +190,9 @@ class StepMarks:
 
     def __init__(self) -> None:
         self._number = 0  # the step to mark next; 0: none
-        self._part, self._mark, self._whole = "", _Mark(), _Mark()
+        self._part = ""
+        self._mark = _Mark()
+        self._whole = _Mark()
         self._ran = 0.0
         self._waited = 0.0
         self._began = 0.0

@@ -142,8 +142,16 @@ def user_traceback(error: BaseException) -> str:
     formatted = traceback.TracebackException.from_exception(_own(error))
     for part_of_chain in _chain(formatted):
         files = [frame.filename for frame in part_of_chain.stack]
-        entry = next((k for k, name in enumerate(files) if name.startswith(_PACKAGE)), 0)
-        first_user_frame = next((k for k, name in enumerate(files) if k >= entry and not _is_library(name)), 0)
+        entry = 0
+        for k, name in enumerate(files):
+            if name.startswith(_PACKAGE):
+                entry = k
+                break
+        first_user_frame = 0
+        for k, name in enumerate(files):
+            if k >= entry and not _is_library(name):
+                first_user_frame = k
+                break
         part_of_chain.stack[:] = part_of_chain.stack[first_user_frame:]
     return "".join(formatted.format()).rstrip()
 

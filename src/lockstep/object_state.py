@@ -631,7 +631,9 @@ class _Array:
     __slots__ = ("owner", "place", "values")
 
     def __init__(self, owner: Any, place: _Place) -> None:
-        self.owner, self.place, self.values = owner, place, np.array(owner)
+        self.owner = owner
+        self.place = place
+        self.values = np.array(owner)
 
     def has_values(self, array: Any) -> bool:
         if (array.shape, array.dtype) != (self.values.shape, self.values.dtype):

@@ -559,13 +559,17 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     for name, value in plain.items():
         what[name].load_state_dict(_from_json(value, tensors))
         _set_scheduled(what[name], _from_json(state.get("scheduled", {}).get(name), {}))
-    world.loaded |= {order_kind: list(start) for order_kind, start in state.get("loaded", {}).items()}
+    for order_kind, start in state.get("loaded", {}).items():
+        world.loaded[order_kind] = list(start)
     return int(state["global_step"])
 
 
 def _names_with_states(names: Iterable[str]) -> set[str]:
     """Return the names of the engine's optimizer states, and of the parameters that have one."""
-    states = {name for name in names if name.startswith("optimizer/")}
+    states = set()
+    for name in names:
+        if name.startswith("optimizer/"):
+            states.add(name)
     return states | {f"model/{name.removeprefix('optimizer/').rpartition('/')[0]}" for name in states}
 
 
@@ -605,11 +609,11 @@ def _set_scheduled(each: Stateful, values: list[dict[str, Any]] | None) -> None:
 def _allocate(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     """Allocate the tensors of the checkpoint whose names have these prefixes."""
     stored = read_contents(path, read_manifest(path))
-    return {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        for name, entry in stored.items()
-        if name.startswith(prefixes)
-    }
+    tensors = {}
+    for name, entry in stored.items():
+        if name.startswith(prefixes):
+            tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    return tensors
 
 
 def _to_json(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:

@@ -180,7 +180,9 @@ class Passes:
         self._engine = engine
         self._control = control
         self._hooks = task.hooks
-        self._task, self._loss, self._reduction = task, _loss_function(task), task.reduction
+        self._task = task
+        self._loss = _loss_function(task)
+        self._reduction = task.reduction
         self._numbers = NumberCollector(control.world)
         # `LossParameters` inspects the graph of the first loss. With `own_steps` the task computes its gradients
         # itself.
@@ -294,7 +296,9 @@ class Passes:
                 # DDP and FSDP exchange gradients during the last backward, so it gets its own name.
                 clock.lap("backward" if is_last else "backward/alone")
             if counts and numbers is not None:
-                numbers_by_name = {name: weights.number(value, batch) for name, value in numbers.items()}
+                numbers_by_name = {}
+                for name, value in numbers.items():
+                    numbers_by_name[name] = weights.number(value, batch)
                 self._numbers.add(step, batch.index, numbers_by_name, counts=bool(batch.weight))
             if batch.weight:
                 losses.append(weights.in_items(loss.detach(), batch))

@@ -265,7 +265,9 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
     except lost as error:
         return _LOST, f"a node of Ray was lost before the run began ({_last_line(str(error))})"
     earlier += pids
-    nodes = {run: f"node {index} ({addresses[index][0]})" for index, run in enumerate(runs)}
+    nodes = {}
+    for index, run in enumerate(runs):
+        nodes[run] = f"node {index} ({addresses[index][0]})"
     waiting = list(runs)
     ends = list[tuple[int, str]]()
     until = 0.0

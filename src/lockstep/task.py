@@ -601,7 +601,10 @@ def as_task(task: Any) -> Task:
 
 def _check_loss(task: Task, name: str) -> None:
     """Check that the task has exactly one kind of loss. Raises ConfigError."""
-    forms = [method for method in ("step_loss", "step_loss_rows") if has_own(task, method)]
+    forms = []
+    for method in ("step_loss", "step_loss_rows"):
+        if has_own(task, method):
+            forms.append(method)
     if has_own(task, "outputs") and not forms:
         raise ConfigError(
             f"the task {name} has `outputs` but no `step_loss`; define step_loss(outputs), the loss of a whole step, "
@@ -708,7 +711,10 @@ def _check_names(kind: type[Any]) -> None:
     methods_of_class = [
         name for base in kind.__mro__ if base is not Task for name in vars(base) if callable(vars(base)[name])
     ]
-    missing = [name for name in METHODS if getattr(kind, name, None) in (None, getattr(Task, name))]
+    missing = []
+    for name in METHODS:
+        if getattr(kind, name, None) in (None, getattr(Task, name)):
+            missing.append(name)
     for name in methods_of_class:
         if name.startswith("_") or name in METHODS:
             continue

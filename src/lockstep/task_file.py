@@ -41,7 +41,10 @@ def import_class(name: str, flag: str, methods: Iterable[str] = _METHODS) -> Cal
             problem = f"the file has no class {class_name}"
         else:
             problem = "no class is named"
-        candidates = [key for key, value in vars(module).items() if _has_all(value, module, methods)]
+        candidates = []
+        for key, value in vars(module).items():
+            if _has_all(value, module, methods):
+                candidates.append(key)
         close = difflib.get_close_matches(class_name, candidates, n=1)
         if close:
             hint = f"did you mean {file}:{close[0]}?"

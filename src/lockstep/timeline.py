@@ -63,7 +63,8 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self._part, self._since = START, time.perf_counter()
+        self._part = START
+        self._since = time.perf_counter()
         self._spent: dict[str, float] = {}
         self._step = 0
         self._size = 0
@@ -133,7 +134,8 @@ class Timeline:
     def measures(self, seconds_waited: Callable[[], float]) -> None:
         """Set the function that returns the total seconds that steps waited for samples: LOADING."""
         self._move_waiting_time()
-        self._read_waited, self._waited_before = seconds_waited, seconds_waited()
+        self._read_waited = seconds_waited
+        self._waited_before = seconds_waited()
 
     def enter(self, part: str) -> None:
         """Account the time from now on to `part`."""

@@ -100,7 +100,8 @@ class Rates:
         self._step = step_scheduler or step_one
         self._caller = caller
         self.watched = [entry.monitor for entry in schedulers if entry.monitor]
-        self.position, self.history = 0, list[tuple[int, str, float]]()
+        self.position = 0
+        self.history = list[tuple[int, str, float]]()
         self._initial_states = [_state_of(entry.scheduler) for entry in schedulers]
         self._copy(self._shadow, self._optimizer)
         self._initial_groups = [_written_of(group) for group in optimizer.param_groups]
@@ -144,26 +145,24 @@ class Rates:
 
     def due(self, epochs: int, values: Mapping[str, float], interval: str = "epoch") -> list[str]:
         """Return the names among `values` by which schedulers step after `epochs` epochs or steps."""
-        return [
-            entry.monitor
-            for entry in self._schedulers
-            if entry.monitor
-            and entry.monitor in values
-            and entry.interval == interval
-            and epochs % entry.frequency == 0
-        ]
+        monitors = []
+        for entry in self._schedulers:
+            if (
+                entry.monitor
+                and entry.monitor in values
+                and entry.interval == interval
+                and epochs % entry.frequency == 0
+            ):
+                monitors.append(entry.monitor)
+        return monitors
 
     def unknown(self, values: Iterable[str]) -> str:
         """Return a name that a strict scheduler watches and `values` lacks; else ""."""
         names = set(values)
-        return next(
-            (
-                entry.monitor
-                for entry in self._schedulers
-                if entry.monitor and entry.strict and entry.monitor not in names
-            ),
-            "",
-        )
+        for entry in self._schedulers:
+            if entry.monitor and entry.strict and entry.monitor not in names:
+                return entry.monitor
+        return ""
 
     def watch(self, done: int, name: str, value: float) -> None:
         """Step the plateaus that follow `name`, after `done` updates."""
@@ -216,14 +215,22 @@ class Rates:
 
 
 def _written_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in _WRITTEN if key in group}
+    settings = {}
+    for key in _WRITTEN:
+        if key in group:
+            settings[key] = group[key]
+    return settings
 
 
 def _state_of(scheduler: Any) -> dict[str, Any]:
     """Return a copy of a scheduler's state, without its optimizer and its functions."""
     if hasattr(scheduler, "state_dict"):
         return copy.deepcopy(dict(scheduler.state_dict()))
-    return {name: value for name, value in vars(scheduler).items() if name != "optimizer"}
+    values = {}
+    for name, value in vars(scheduler).items():
+        if name != "optimizer":
+            values[name] = value
+    return values
 
 
 def _restore(scheduler: Any, state: dict[str, Any]) -> None:

@@ -56,8 +56,14 @@ def turn_ranges(slot: int, slots: int, turns: int) -> tuple[range, range]:
     ends = []
     for turn, start in enumerate(starts):
         ends.append(max(start, (turn + 1) * slots // turns - 1))
-    begin_turns = [turn for turn, start in enumerate(starts) if start == slot]
-    end_turns = [turn for turn, end in enumerate(ends) if end == slot]
+    begin_turns = []
+    for turn, start in enumerate(starts):
+        if start == slot:
+            begin_turns.append(turn)
+    end_turns = []
+    for turn, end in enumerate(ends):
+        if end == slot:
+            end_turns.append(turn)
     return _as_range(begin_turns), _as_range(end_turns)
 
 

@@ -115,7 +115,11 @@ def _here(path: Path, names: Iterable[str]) -> list[str]:
 
     Of a checkpoint that is attached to a source these are the files that the folder has.
     """
-    return [name for name in names if path not in _SOURCES or (path / name).exists()]
+    present = []
+    for name in names:
+        if path not in _SOURCES or (path / name).exists():
+            present.append(name)
+    return present
 
 
 def verify(path: Path) -> list[str]:
@@ -207,7 +211,10 @@ def _sorted(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
 
 def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
     """Return the data files whose checksums this rank of `size` verifies; by default all."""
-    names = [name for name in manifest.files if name.endswith(".safetensors")]
+    names = []
+    for name in manifest.files:
+        if name.endswith(".safetensors"):
+            names.append(name)
     names.sort(key=lambda name: (-manifest.files[name]["size"], name))
     return names[rank::size]
 
@@ -302,7 +309,10 @@ def _read_rank_indexes(path: Path, manifest: Manifest) -> dict[str, StoredTensor
     tensors: dict[str, StoredTensor] = {}
     slices: dict[str, list[SliceEntry]] = {}
     aliases: dict[str, str] = {}
-    listed: dict[str, set[str]] = {name: set() for name in manifest.files if name.endswith(".safetensors")}
+    listed: dict[str, set[str]] = {}
+    for name in manifest.files:
+        if name.endswith(".safetensors"):
+            listed[name] = set()
     headers = {name: read_header(path / name) for name in listed}
     for index in index_files(manifest):
         entries, names = read_rank_index(path, index, manifest.files)

@@ -99,7 +99,10 @@ def _checkpoints(run: Path, step: int | None) -> list[Path]:
         raise CheckpointError(f"{folder} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
     if not paths:
         raise CheckpointError(f"{folder} has no checkpoint yet; it gets one every --ckpt-freq steps and at its end")
-    chosen = [path for path in paths if step is None or step_of(path.name) == step]
+    chosen = []
+    for path in paths:
+        if step is None or step_of(path.name) == step:
+            chosen.append(path)
     if not chosen:
         newest = ", ".join(str(step_of(path.name)) for path in paths[-5:])
         raise CheckpointError(f"{folder} has no checkpoint of step {step}; the newest ones are {newest}")
@@ -188,7 +191,10 @@ def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:
     path = _newest_whole(paths)
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    model = [tensor for name, tensor in contents.items() if name.startswith("model/")]
+    model = []
+    for name, tensor in contents.items():
+        if name.startswith("model/"):
+            model.append(tensor)
     rows: dict[str, Any] = {
         "checkpoint": f"{folder}, {path.name}" if attached(path) else path,
         "step": manifest.step,

@@ -342,13 +342,20 @@ def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | 
 def _weights_for_use(path: Path, tensors: FullTensors, *, ema: bool) -> FullTensors:
     """Return the tensors with the averaged weights, or those for evaluation, under all names."""
     if ema:
-        chosen = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
+        chosen = {}
+        for name in averages_of(path, tensors.contents):
+            chosen[f"model/{name.removeprefix(AVERAGE)}"] = name
     else:
         chosen = evaluated_of(tensors.contents)
     if not chosen:
         return tensors
-    of = {id(tensors.contents[name]): chosen_name for name, chosen_name in chosen.items()}
-    sources = {name: of.get(id(tensor), name) for name, tensor in tensors.contents.items()}
+    # Names of tied parameters share one stored tensor.
+    of = {}
+    for name, chosen_name in chosen.items():
+        of[id(tensors.contents[name])] = chosen_name
+    sources = {}
+    for name, tensor in tensors.contents.items():
+        sources[name] = of.get(id(tensor), name)
     return FullTensors(
         {name: tensors.contents[sources[name]] for name in sources}, lambda name: tensors.read(sources[name])
     )

@@ -297,7 +297,8 @@ class _ReadProgress:
     def __init__(self, path: Path, world: World, say: Say) -> None:
         self._name = path.name
         self._say = say if world.is_main else lambda line: None
-        self._total, self._last_report = 0, time.monotonic()
+        self._total = 0
+        self._last_report = time.monotonic()
         self.bytes = 0
 
     def begin(self, manifest: Manifest) -> None:

@@ -265,7 +265,9 @@ def _open_bins(folder: Path) -> ForeignWeights:
         files = [_BIN]
     parts = [_open_torch(folder / file) for file in files]
     owner = {name: file_weights for file_weights in parts for name in file_weights.tensors}
-    forms = {name: file_weights.tensors[name] for name, file_weights in owner.items()}
+    forms = {}
+    for name, file_weights in owner.items():
+        forms[name] = file_weights.tensors[name]
     return ForeignWeights(
         *(folder, "a folder of torch files", forms, {}),
         read=lambda name: owner[name].read(name),
@@ -291,8 +293,13 @@ def _open_torch(path: Path) -> ForeignWeights:
         # torch runs a file of another kind as pickle instructions, which fail in any way.
         raise CheckpointError(f"{label} is no torch file, or is damaged; write it again") from error
     description, state, rest = _state_dict_in(content, label)
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    forms = {name: TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    tensors = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor):
+            tensors[name] = tensor
+    forms = {}
+    for name, tensor in tensors.items():
+        forms[name] = TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape))
     others = [str(name) for name in state if name not in tensors] + rest
     # The tensors are mapped: only the parts in use are read.
     return ForeignWeights(
@@ -304,7 +311,10 @@ def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[
     """Return the kind of file, its state dict, and the other keys."""
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{label} holds a {type(content).__name__}, not a state dict; write one")
-    state_dicts = [key for key, value in content.items() if _is_state_dict(value)]
+    state_dicts = []
+    for key, value in content.items():
+        if _is_state_dict(value):
+            state_dicts.append(key)
     # A tensor next to a state dict is a loss or a counter.
     nested = [key for key in state_dicts if key in _NESTED] or state_dicts
     if not nested and _is_state_dict(content):
@@ -555,15 +565,25 @@ def match_names(
         )
     _check_ties(weights, source, ties)
     forms = weights.tensors
-    widened = [name for name, tensor in model.items() if forms[source[name]].dtype != dtype_name(tensor.dtype)]
+    widened = []
+    for name, tensor in model.items():
+        if forms[source[name]].dtype != dtype_name(tensor.dtype):
+            widened.append(name)
     return NameMatch(source, prefix, rest + weights.others, widened)
 
 
 def _within(rest: list[str], model: Mapping[str, Tensor], prefix: str, leave: Callable[[str], bool]) -> list[str]:
     """Return the wanted names within the model, without the prefix."""
     parts = {name.partition(".")[0] for name in model}
-    inside = [name.removeprefix(prefix) for name in rest if name.startswith(prefix)]
-    return [name for name in inside if (prefix or name.partition(".")[0] in parts) and not leave(name)]
+    inside = []
+    for name in rest:
+        if name.startswith(prefix):
+            inside.append(name.removeprefix(prefix))
+    names = []
+    for name in inside:
+        if (prefix or name.partition(".")[0] in parts) and not leave(name):
+            names.append(name)
+    return names
 
 
 def _differences(
@@ -590,14 +610,21 @@ def _differences(
 
 
 def _missing(names: Mapping[str, str], model: Mapping[str, Tensor], ties: Mapping[str, str], prefix: str) -> list[str]:
-    return [name for name in model if f"{prefix}{name}" not in names and _partner(name, names, ties, prefix) is None]
+    missing = []
+    for name in model:
+        if f"{prefix}{name}" not in names and _partner(name, names, ties, prefix) is None:
+            missing.append(name)
+    return missing
 
 
 def _partner(name: str, names: Mapping[str, str], ties: Mapping[str, str], prefix: str) -> str | None:
     """Return another name of the same tied tensor that the file has; None without one."""
     first_name = ties.get(name, name)
     group = [first_name, *(second for second, original in ties.items() if original == first_name)]
-    return next((candidate for candidate in group if candidate != name and f"{prefix}{candidate}" in names), None)
+    for candidate in group:
+        if candidate != name and f"{prefix}{candidate}" in names:
+            return candidate
+    return None
 
 
 def _check_ties(weights: ForeignWeights, source: Mapping[str, str], ties: Mapping[str, str]) -> None:
@@ -646,11 +673,17 @@ def select_names(weights: ForeignWeights, prefix: str | None, drop: list[str]) -
             prefix = "module."
         else:
             prefix = ""
-    source = {name.removeprefix(prefix): file for name, file in names.items() if name.startswith(prefix)}
+    source = {}
+    for name, file in names.items():
+        if name.startswith(prefix):
+            source[name.removeprefix(prefix)] = file
     if not source:
         raise CheckpointError(f"--prefix {prefix}: no name in {label} begins with it; they begin with {min(names)}")
     for pattern in drop:
-        dropped = [name for name in source if fnmatch.fnmatchcase(name, pattern)]
+        dropped = []
+        for name in source:
+            if fnmatch.fnmatchcase(name, pattern):
+                dropped.append(name)
         if not dropped:
             raise CheckpointError(f"--drop {pattern}: no name in {label} matches it; they begin with {min(source)}")
         for name in dropped:

@@ -93,19 +93,22 @@ class Grid:
         """
         if not _are_rows(cuts, 2, deep=True) or not _are_rows(files, 3):
             return "its cuts or files are not lists of runs"
-        counts = [sum(count for _, count in dimension) for dimension in cuts]
+        counts = []
+        for dimension in cuts:
+            counts.append(sum(count for _, count in dimension))
         if min([1, *counts]) < 1 or math.prod(counts) > most or sum(count for _, count, _ in files) > most:
             return "it has no slice, or more than there are files"
         numbers = tuple(start + distance * k for start, count, distance in files for k in range(count))
         if len(numbers) != math.prod(counts) or len(set(numbers)) != len(numbers):
             return "it does not have one file for each slice"
-        edges = tuple(
-            tuple(accumulate((size for size, count in dimension for _ in range(count)), initial=0))
-            for dimension in cuts
-        )
+        # Where the slices of each dimension begin and end.
+        edges = []
+        for dimension in cuts:
+            lengths = [size for size, count in dimension for _ in range(count)]
+            edges.append(tuple(accumulate(lengths, initial=0)))
         if any(begin == end and len(dimension) > 2 for dimension in edges for begin, end in pairwise(dimension)):
             return "it has an empty slice"
-        return cls(edges, numbers)
+        return cls(tuple(edges), numbers)
 
 
 def _are_rows(value: Any, width: int, *, deep: bool = False) -> bool:
@@ -158,7 +161,9 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
             along the others.
     """
     # The mesh's dimensions that cut each dimension of the tensor, in the order of cutting.
-    axes: list[list[int]] = [[axis for axis, cut in shards.items() if cut == dim] for dim in range(len(shape))]
+    axes: list[list[int]] = []
+    for dim in range(len(shape)):
+        axes.append([axis for axis, cut in shards.items() if cut == dim])
     edges = []
     kept = []
     for size, mine in zip(shape, axes, strict=True):

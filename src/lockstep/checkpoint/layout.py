@@ -132,7 +132,10 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     names = sorted(tensors)
     aliases = _ties(tensors, names)
     # Any rank can write a tensor that all have, so these are divided by size.
-    replicated = [name for name in names if name not in aliases and _is_replicated(tensors[name], world)]
+    replicated = []
+    for name in names:
+        if name not in aliases and _is_replicated(tensors[name], world):
+            replicated.append(name)
     owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in replicated], world.size)
     pieces = []
     for name in (name for name in names if name not in aliases):
@@ -144,15 +147,16 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
         if is_owner and block is not None:
             pieces.append(_piece(name, tensors[name], block))
     written = {piece.name for piece in pieces}
-    own_aliases = {alias: name for alias, name in aliases.items() if name in written}
+    own_aliases = {}
+    for alias, name in aliases.items():
+        if name in written:
+            own_aliases[alias] = name
     index = {}
     if world.is_main:
         grids = _Grids()
-        index = {
-            name: (dtype_name(tensors[name].dtype), grids.of(tensors[name], owners.get(name)))
-            for name in names
-            if name not in aliases
-        }
+        for name in names:
+            if name not in aliases:
+                index[name] = (dtype_name(tensors[name].dtype), grids.of(tensors[name], owners.get(name)))
     return Share(pieces, own_aliases, _summary(tensors, names, replicated), index)
 
 
@@ -495,7 +499,9 @@ def read_rank_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> 
         problem = _entry_problem(fields, files)
         if problem:
             raise CheckpointError(f"{label} is damaged: entry {number}: {problem}")
-        values: dict[str, Any] = {key: tuple(value) if type(value) is list else value for key, value in fields.items()}
+        values: dict[str, Any] = {}
+        for key, value in fields.items():
+            values[key] = tuple(value) if type(value) is list else value
         entries.append(SliceEntry(**values))
     return entries, _aliases(content["aliases"], label)
 

@@ -143,8 +143,15 @@ def _names_without_state(tensors: dict[str, torch.Tensor], contents: dict[str, S
     for name in contents:
         if name.startswith("optimizer/"):
             stepped.add(name.rpartition("/")[0])
-    optimizer_names = [name for name in tensors if name.startswith("optimizer/")]
-    return [name for name in optimizer_names if stepped and name.rpartition("/")[0] not in stepped]
+    optimizer_names = []
+    for name in tensors:
+        if name.startswith("optimizer/"):
+            optimizer_names.append(name)
+    names = []
+    for name in optimizer_names:
+        if stepped and name.rpartition("/")[0] not in stepped:
+            names.append(name)
+    return names
 
 
 class Differences(NamedTuple):
@@ -173,7 +180,10 @@ def differences(
 ) -> Differences:
     """Compare names, dtypes and shapes with a checkpoint's, in the groups of `tensors`."""
     groups = {name.partition("/")[0] for name in tensors}
-    names = {name for name in contents if name.partition("/")[0] in groups and not leave(name)}
+    names = set()
+    for name in contents:
+        if name.partition("/")[0] in groups and not leave(name):
+            names.add(name)
     forms = dict[str, str]()
     shapes = list[str]()
     for name in sorted(tensors.keys() & names):
@@ -234,7 +244,10 @@ def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[st
     # What is worth a whole download depends on the needs of all ranks of a folder.
     needs = world.gather(_bytes_needed(tensors, contents))
     lead = world.leads[world.rank] if world.leads else 0
-    ranks = [rank for rank in range(world.size) if (world.leads[rank] if world.leads else 0) == lead]
+    ranks = []
+    for rank in range(world.size):
+        if (world.leads[rank] if world.leads else 0) == lead:
+            ranks.append(rank)
     total = Counter[str]()
     for rank in ranks:
         total.update(needs[rank])
@@ -263,7 +276,11 @@ def _bytes_needed(tensors: dict[str, torch.Tensor], contents: dict[str, StoredTe
             low, high = _overlap(block, entry)
             elements = math.prod(max(0, end - begin) for begin, end in zip(low, high, strict=True))
             needs[entry.file] += itemsize(entry.dtype) * elements
-    return {name: count for name, count in needs.items() if count}
+    counts = {}
+    for name, count in needs.items():
+        if count:
+            counts[name] = count
+    return counts
 
 
 def _fill_all(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> None:
@@ -368,7 +385,11 @@ def open_tensors(path: Path) -> Iterator[FullTensors]:
 
 def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
     """Return the names of averaged weights. Raises CheckpointError if there are none."""
-    names = sorted(name for name in all_names if name.startswith(AVERAGE))
+    names = []
+    for name in all_names:
+        if name.startswith(AVERAGE):
+            names.append(name)
+    names.sort()
     if not names:
         raise CheckpointError(
             f"the checkpoint {printable(path.name)} has no averaged weights, since its run had no --optim.ema; "
@@ -382,7 +403,11 @@ def evaluated_of(all_names: Iterable[str]) -> dict[str, str]:
 
     {} if the optimizer has no such values.
     """
-    return {f"model/{name.removeprefix(EVALUATED)}": name for name in all_names if name.startswith(EVALUATED)}
+    names = {}
+    for name in all_names:
+        if name.startswith(EVALUATED):
+            names[f"model/{name.removeprefix(EVALUATED)}"] = name
+    return names
 
 
 def fingerprint(path: Path, prefix: str = "model/") -> str:
@@ -395,7 +420,11 @@ def fingerprint(path: Path, prefix: str = "model/") -> str:
         CheckpointError: damaged, or without such tensors.
     """
     with open_tensors(path) as tensors:
-        names = sorted(name for name in tensors.contents if name.startswith(prefix))
+        names = []
+        for name in tensors.contents:
+            if name.startswith(prefix):
+                names.append(name)
+        names.sort()
         if not names:
             raise CheckpointError(
                 f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}"

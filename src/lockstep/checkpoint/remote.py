@@ -271,7 +271,11 @@ class RemoteRun:
             self.put(path / each, f"{name}/{each}")
         wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
         if (there := self._sizes(name)) != wanted:
-            wrong = sorted(each for each in wanted | there if wanted.get(each) != there.get(each))
+            wrong = []
+            for each in wanted | there:
+                if wanted.get(each) != there.get(each):
+                    wrong.append(each)
+            wrong.sort()
             raise self._error(f"{name}/{wrong[0]} has {there.get(wrong[0])} bytes there, {wanted.get(wrong[0])} here")
         self.write(f"{name}/{MANIFEST}", content)
         return manifest.size
@@ -345,8 +349,12 @@ class RemoteRun:
         """
         there = self._sizes(name)
         self.discard_files([f"{name}/{file_name}" for file_name in sorted(there.keys() - manifest.files.keys())])
-        wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
-        wrong = sorted(file_name for file_name in wanted if wanted[file_name] != there.get(file_name))
+        wanted = _sizes_of(manifest)
+        wrong = []
+        for file_name in wanted:
+            if wanted[file_name] != there.get(file_name):
+                wrong.append(file_name)
+        wrong.sort()
         if not wrong:
             self.write(f"{name}/{MANIFEST}", manifest.dump())
         self.discard_files([f"{notes}/{file_name}" for file_name in self._sizes(notes)])
@@ -369,7 +377,10 @@ class RemoteRun:
         """
         final = path_of(folder, step)
         manifest = self.manifest(step)
-        files = {file_name: file for file_name, file in manifest.files.items() if names is None or file_name in names}
+        files = {}
+        for file_name, file in manifest.files.items():
+            if names is None or file_name in names:
+                files[file_name] = file
         size = sum(int(file["size"]) for file in files.values())
         if names is None:
             say(f"downloading {final.name} ({bytes_text(size)}) from {self.url}")
@@ -426,7 +437,7 @@ class RemoteRun:
         The result has a line for each file. No file is read.
         """
         there = self._sizes(f"checkpoints/{step_name(step)}")
-        wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
+        wanted = _sizes_of(manifest)
         problems = []
         for file_name in sorted(there.keys() | wanted.keys() - {MANIFEST}):
             label = f"{step_name(step)}/{printable(file_name)}"
@@ -480,7 +491,10 @@ class RemoteRun:
         """Return the steps of checkpoints whose upload or removal did not end."""
         listing = self._listing()
         noted = {step_of(name.partition("/")[0]) for name in self._sizes("uploads")}
-        begun = {step for step in noted if step is not None and step not in listing}
+        begun = set()
+        for step in noted:
+            if step is not None and step not in listing:
+                begun.add(step)
         return sorted(begun | {step for step, sizes in listing.items() if MANIFEST not in sizes})
 
     # --- requests
@@ -540,7 +554,11 @@ class RemoteRun:
         except FileNotFoundError:
             return {}
         files = {str(name): int(info.get("size") or 0) for name, info in listing.items()}
-        return {name[len(prefix) + 1 :]: size for name, size in files.items() if name.startswith(f"{prefix}/")}
+        sizes = {}
+        for name, size in files.items():
+            if name.startswith(f"{prefix}/"):
+                sizes[name[len(prefix) + 1 :]] = size
+        return sizes
 
     def discard_files(self, names: list[str]) -> None:
         """Delete files, one after the other, in this order; missing ones are fine."""
@@ -601,6 +619,14 @@ class RemoteRun:
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"{self._flag} {self.url}: {why}")
+
+
+def _sizes_of(manifest: Manifest) -> dict[str, int]:
+    """Return the bytes of each file in a manifest."""
+    sizes = {}
+    for name, file in manifest.files.items():
+        sizes[name] = int(file["size"])
+    return sizes
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

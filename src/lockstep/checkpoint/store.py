@@ -52,7 +52,10 @@ def path_of(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> list[int]:
     """Return the steps of the run's checkpoints, complete or not, ascending."""
-    steps = [step_of(path.name) for path in _inside(folder) if _is_folder(path)]
+    steps = []
+    for path in _inside(folder):
+        if _is_folder(path):
+            steps.append(step_of(path.name))
     return sorted(step for step in steps if step is not None)
 
 
@@ -113,7 +116,10 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int, send
     best_step = step_of(best.name) if isinstance(best, Path) else best
     steps = list_steps(folder)
     stay = kept_steps(steps, lambda step: is_marked(path_of(folder, step)), last=last, best=best_step, every=every)
-    removed = [step for step in steps if step not in stay and step != sending]
+    removed = []
+    for step in steps:
+        if step not in stay and step != sending:
+            removed.append(step)
     discard(folder, removed)
     return removed
 
@@ -158,7 +164,10 @@ def _put_aside(path: Path) -> Path:
 
 def clean(folder: Path) -> list[str]:
     """Remove leftovers of interrupted saves and removals, and return their names. Not during a save."""
-    leftovers = [path for path in _inside(folder) if _LEFTOVER.fullmatch(path.name)]
+    leftovers = []
+    for path in _inside(folder):
+        if _LEFTOVER.fullmatch(path.name):
+            leftovers.append(path)
     for path in leftovers:
         remove(path)
     return [printable(path.name) for path in leftovers]

@@ -106,10 +106,10 @@ class StoredFiles:
         fields = parse_json(text, Path(step_name(self._step), name))
         try:
             fields.pop("__metadata__", None)
-            return {
-                key: (field["dtype"], tuple(field["shape"]), start + field["data_offsets"][0])
-                for key, field in fields.items()
-            }
+            header = {}
+            for key, field in fields.items():
+                header[key] = (field["dtype"], tuple(field["shape"]), start + field["data_offsets"][0])
+            return header
         except (AttributeError, IndexError, KeyError, TypeError):
             raise CheckpointError(self._label(name, "its header is invalid")) from None
 
@@ -166,7 +166,10 @@ def open_run(name: str | Path, flag: str = "RUN", *, weights: bool = True) -> It
     with tempfile.TemporaryDirectory(prefix="lockstep-") as temporary, _naming(temporary, remote.url):
         folder = Path(temporary).resolve() / remote.url.rpartition("/")[2]
         if weights:
-            steps = [saved_step for saved_step in remote.steps() if step in (None, saved_step)]
+            steps = []
+            for saved_step in remote.steps():
+                if step in (None, saved_step):
+                    steps.append(saved_step)
         else:
             steps = []
         folder.joinpath("checkpoints").mkdir(parents=True)

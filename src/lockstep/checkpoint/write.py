@@ -475,7 +475,10 @@ def _index(share: Share, aliases: dict[str, str], counts: list[int]) -> bytes:
     Raises:
         CheckpointError: it has other numbers: a tensor is cut in a way that only its ranks know.
     """
-    tensors = {name: entry for name, entry in share.index.items() if name not in aliases}
+    tensors = {}
+    for name, entry in share.index.items():
+        if name not in aliases:
+            tensors[name] = entry
     # Most tensors are cut in the same way, and share their grid.
     numbers = Counter(id(grid) for _, grid in tensors.values())
     grids = {id(grid): grid for _, grid in tensors.values()}

@@ -108,8 +108,10 @@ def _plan_parser() -> Parser:
     add("--memory", default="", metavar="80GB", help="memory per device; overrides that of --device")
     add("--fast", action="store_true", help="estimate only this configuration; do not search for others that fit")
     add("--json", action="store_true", help="print one JSON object, or with several sizes a list; numbers as numbers")
-    parser.common = ("world_sizes", "device", "memory", "json", "task", "model_name", "batch_size", "micro_batch_size")
-    parser.common = (*parser.common, "engine", "precision", "activation_checkpointing", "exact")
+    parser.common = (
+        *("world_sizes", "device", "memory", "json", "task", "model_name"),
+        *("batch_size", "micro_batch_size", "engine", "precision", "activation_checkpointing", "exact"),
+    )
     parser.examples = (
         "lockstep plan --model-name builtin:gpt2-xl --world-sizes 8 --device a100-80",
         "lockstep plan --task mine.py:Mine --device l4-24 --batch-size 64",

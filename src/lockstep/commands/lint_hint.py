@@ -19,7 +19,11 @@ def lint_hint(words: Iterable[str]) -> str:
         The line, for the first Python file among the words; "" if there is none, or lockstep-lint is not installed.
     """
     files = (word.partition(":")[0] for word in words)
-    script = next((name for name in files if name.endswith(".py") and Path(name).is_file()), None)
+    script = None
+    for name in files:
+        if name.endswith(".py") and Path(name).is_file():
+            script = name
+            break
     if script is None or find_spec("lockstep_lint") is None:
         return ""
     return f"`lockstep lint {printable(script)}` reports mistakes of distributed training in the script"

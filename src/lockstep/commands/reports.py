@@ -84,7 +84,11 @@ def report_command(argv: list[str]) -> int:
 
 
 def _write_report(folders: list[Path], output: str) -> int:
-    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    missing = None
+    for folder in folders:
+        if not folder.is_dir():
+            missing = folder
+            break
     if missing is not None:
         name = printable(str(missing))
         raise ConfigError(f"{name} is not a folder; give a run's folder: SAVE_DIR/EXPERIMENT_NAME")

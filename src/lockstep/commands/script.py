@@ -56,7 +56,10 @@ def script_command(name: str, argv: list[str]) -> int:
     program = argv[at + 1 :]
     check_program(name, program)
     span = _span(args) if name == "profile" else None
-    scripts = [word for word in program if word.endswith(".py")]
+    scripts = []
+    for word in program:
+        if word.endswith(".py"):
+            scripts.append(word)
     stem = Path((scripts or program)[0]).stem
     out = args.out or f"outputs/{stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, created = new_folder(out, _MARK, {"command": name, "scripts": scripts})

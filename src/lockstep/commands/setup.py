@@ -29,7 +29,9 @@ def init_command(argv: list[str]) -> int:
         return int(end.code or 0)
     folder = Path(args.dir)
     label = printable(args.dir)
-    texts = {name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in _FILES}
+    texts = {}
+    for name in _FILES:
+        texts[name] = (_TEMPLATES / name).read_text(encoding="utf-8")
     try:
         _check_empty(folder, label)
         folder.mkdir(parents=True, exist_ok=True)

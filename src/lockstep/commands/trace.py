@@ -111,7 +111,10 @@ def trace_command(argv: list[str]) -> int:
         raise
     if code:
         _say(f"the command ended with exit code {code}")
-    scripts = [word for word in program if word.endswith(".py")]
+    scripts = []
+    for word in program:
+        if word.endswith(".py"):
+            scripts.append(word)
     record = {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps, "scripts": scripts}
     try:
         _ended(folder, created, record)
@@ -154,12 +157,15 @@ def _span(text: str) -> tuple[int, int | None]:
         return 0, None
     begin, colon, end = text.partition(":")
     try:
-        span = int(begin or 1) - 1, int(end) if end else None
+        first = int(begin or 1) - 1
+        last = int(end) if end else None
     except ValueError:
-        span = -1, None
-    if not colon or span[0] < 0 or (span[1] is not None and span[1] <= span[0]):
+        # No range begins here, so the check below fails.
+        first = -1
+        last = None
+    if not colon or first < 0 or (last is not None and last <= first):
         raise ConfigError(f"--steps '{text}': give FIRST:LAST, both included, such as 1:100 or 501:520")
-    return span
+    return first, last
 
 
 def _trace_parser() -> Parser:

@@ -162,7 +162,10 @@ def _lines() -> list[str]:
     """Read the prompts from stdin, one per non-empty line."""
     if sys.stdin.isatty():
         print("enter prompts, one per line; Ctrl-D ends the input", file=sys.stderr)
-    prompts = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+    prompts = []
+    for line in sys.stdin:
+        if line.strip():
+            prompts.append(line.rstrip("\r\n"))
     if not prompts:
         raise ConfigError("no prompt: give --prompt TEXT, or lines on stdin")
     return prompts

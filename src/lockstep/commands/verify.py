@@ -35,14 +35,19 @@ def command(argv: list[str]) -> int:
         args = _parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    args.engines, args.world_sizes = _names(args.engines), _sizes(args.world_sizes)
+    args.engines = _names(args.engines)
+    args.world_sizes = _sizes(args.world_sizes)
     # Imported late: it loads torch.
     code: int = importlib.import_module("lockstep.verify.verification").run(args)
     return code
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = []
+    for name in text.split(","):
+        if name.strip():
+            names.append(name.strip())
+    return names
 
 
 def _sizes(text: str) -> list[int]:

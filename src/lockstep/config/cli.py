@@ -96,7 +96,9 @@ class Parser(argparse.ArgumentParser):
             if action.help != argparse.SUPPRESS:
                 actions[action.dest] = action
         groups = (self.own, ("common flags", self.common))
-        shown = [(title, [actions[name] for name in names if name in actions]) for title, names in groups]
+        shown = []
+        for title, names in groups:
+            shown.append((title, [actions[name] for name in names if name in actions]))
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, [action for _, flags in shown for action in flags], [])
         formatter.add_text(self.description)
@@ -327,7 +329,10 @@ def collect_options(args: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a file that cannot be read or has an unknown key, or settings that contradict each other.
     """
-    values = {name: value for name, value in args.items() if name in _DESTINATIONS}
+    values = {}
+    for name, value in args.items():
+        if name in _DESTINATIONS:
+            values[name] = value
     _set_lightning_task(values)
     translate_launcher_flags(values)
     path = values.pop("config", None)
@@ -381,10 +386,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {path} is not a TOML file: {str(error).splitlines()[0]}") from error
     values: dict[str, Any] = {}
-    section_names = {prefix.rstrip(".") for _, prefix in sections(Config()) if prefix}
+    section_names = set()
+    for _, prefix in sections(Config()):
+        if prefix:
+            section_names.add(prefix.rstrip("."))
     for key, value in loaded.items():
         if key.replace("-", "_") in section_names and isinstance(value, dict):
-            values.update({f"{key}.{name}": item for name, item in value.items()})
+            for name, item in value.items():
+                values[f"{key}.{name}"] = item
         else:
             values[key] = value
     return {_check_key(name, path): value for name, value in values.items()}

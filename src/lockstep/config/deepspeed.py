@@ -170,8 +170,14 @@ def scale_settings(content: Mapping[str, Any]) -> Settings:
             )
         problem = "is not supported" if key in _SCALE_OFF else "is unknown"
         raise ConfigError(f"--engine.config: fp16.{key} {json.dumps(value)} {problem}; remove it")
-    settings = {f"fp16.{key}": (f"fp16.{key}" * (key in section), section.get(key, _SCALE[key])) for key in _SCALE}
-    return {name: setting for name, setting in settings.items() if setting[1] != "auto"}
+    settings = {}
+    for key in _SCALE:
+        settings[f"fp16.{key}"] = (f"fp16.{key}" * (key in section), section.get(key, _SCALE[key]))
+    used = {}
+    for name, setting in settings.items():
+        if setting[1] != "auto":
+            used[name] = setting
+    return used
 
 
 def _value_at(content: Mapping[str, Any], key: str) -> Any:

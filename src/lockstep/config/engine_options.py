@@ -243,7 +243,11 @@ def check_quantized(bits: str, engine: str, options: EngineOptions) -> None:
 
 def own_options(name: str) -> list[str]:
     """Return the names of the engine's options."""
-    return [spec.name for spec in fields(EngineOptions) if name in spec.metadata["engines"]]
+    names = []
+    for spec in fields(EngineOptions):
+        if name in spec.metadata["engines"]:
+            names.append(spec.name)
+    return names
 
 
 # Flags of the `deepspeed` launcher and of scripts written for it -> arguments of `add_argument`.

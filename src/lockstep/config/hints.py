@@ -210,8 +210,14 @@ def hint(
     section, _, key = name.rpartition(".")
     if key in foreign:
         return _hint_text(foreign[key], spell)
-    parts = [other for other in names if other.rpartition(".")[2] == key]
-    begun = [other for other in names if other.rpartition(".")[2].startswith(key) and len(key) > 2]
+    parts = []
+    for other in names:
+        if other.rpartition(".")[2] == key:
+            parts.append(other)
+    begun = []
+    for other in names:
+        if other.rpartition(".")[2].startswith(key) and len(key) > 2:
+            begun.append(other)
     # Options of the same section come first.
     parts += sorted(begun, key=lambda other: other.rpartition(".")[0] != section)
     close = parts or difflib.get_close_matches(name, names, n=1)

@@ -49,7 +49,8 @@ class ArrowShards(ShardFormat):
             raise ConfigError(f"lockstep.shards: row_format is {row_format!r}: it must be one of {ROW_FORMATS}")
         self.name = name
         self._row_format = row_format
-        self._arrow, self._datasets = _package("pyarrow"), _package("datasets")
+        self._arrow = _package("pyarrow")
+        self._datasets = _package("datasets")
 
     def prepared(self, file: ShardFile, path: Path | None) -> bool:
         return self.name == "parquet" or (path is not None and self._is_packed(path))
@@ -105,7 +106,10 @@ class ArrowShards(ShardFormat):
 
         Converting each shard by itself takes longer.
         """
-        shards = [shard for shard, _ in parts if isinstance(shard, _ArrowShard)]
+        shards = []
+        for shard, _ in parts:
+            if isinstance(shard, _ArrowShard):
+                shards.append(shard)
         rows = []
         for shard, (_, rows_of_shard) in zip(shards, parts, strict=True):
             rows.extend(shard.slices(rows_of_shard))

@@ -374,7 +374,10 @@ class Batches:
             epochs, samples = (array.tolist() for array in self._order.at(start + a, start + b))
             keys.append(first_key._replace(weight=1.0, epochs=epochs, samples=samples))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
-        return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
+        entries = []
+        for key, (data, drew), items in loader.stream(iter(keys)):
+            entries.append((self._micro_batch(key, data, items), drew))
+        return entries
 
     def read_apart(self, wrap: Callable[[Fetching], Fetching]) -> Generator[tuple[Key, Any, float], None, None]:
         """Yield (key, batch, items) from step 0 on, through a wrapped fetch.

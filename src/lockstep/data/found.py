@@ -201,7 +201,9 @@ class _Forward(io.RawIOBase):
     """A Zstandard file with seeks, each of which reads from the start."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._place = path, _zstandard(path), 0
+        self._path = path
+        self._file = _zstandard(path)
+        self._place = 0
 
     def readable(self) -> bool:
         return True

@@ -108,7 +108,8 @@ class TokenGroups:
         # The position at which each rounded length begins.
         self._classes = np.concatenate([[0], changes, [len(lengths)]])
         self._cuts = _cut(descending, bound)
-        self.size, self.smallest = len(self._cuts) - 1, int(np.diff(self._cuts).min())
+        self.size = len(self._cuts) - 1
+        self.smallest = int(np.diff(self._cuts).min())
         self.bound = bound
         self._seed = seed
         self._order = Shuffled(self.size, seed)
@@ -239,7 +240,9 @@ def _cut(descending: NDArray[np.int64], bound: int) -> NDArray[np.int64]:
 def padding(groups: TokenGroups, lengths: NDArray[Any]) -> float:
     """Return the share of padding in an epoch's tokens."""
     lengths = np.asarray(lengths, dtype=np.int64)
-    lengths_by_group = [lengths[groups.samples(0, number)[1]] for number in range(groups.size)]
+    lengths_by_group = []
+    for number in range(groups.size):
+        lengths_by_group.append(lengths[groups.samples(0, number)[1]])
     return 1.0 - float(lengths.sum()) / sum(
         int(group_lengths.max()) * len(group_lengths) for group_lengths in lengths_by_group
     )
@@ -324,7 +327,9 @@ class FirstGroups:
     """
 
     def __init__(self, groups: GroupOrder, count: int) -> None:
-        self.size, self._begun, self.description = count, Begun(groups, groups.size, count), groups.description
+        self.size = count
+        self._begun = Begun(groups, groups.size, count)
+        self.description = groups.description
         self.samples = groups.samples
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
@@ -377,9 +382,10 @@ class GroupBatches(Batches):
         for a, b in cuts:
             cut_keys.append(first_key._replace(weight=1.0, epochs=epochs[a:b], samples=samples[a:b]))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
-        return [
-            (self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(cut_keys))
-        ]
+        micro_batches = []
+        for key, (data, drew), items in loader.stream(iter(cut_keys)):
+            micro_batches.append((self._micro_batch(key, data, items), drew))
+        return micro_batches
 
     def _key(self, step: int, micro: int) -> Key:
         start, stop = self.step_plan.positions(step, micro)

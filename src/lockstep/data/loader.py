@@ -161,7 +161,8 @@ class Fetch:
         self._seed = seed
         self._rank = rank
         self._count = task.count
-        self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
+        self._counts = has_own(task, "count")
+        self._collates = has_own(task, "collate")
         self._draws = draws(dataset)
         self._seeds_collate = self._draws or (self._collates and collate_draws(dataset))
         self.draws = self._draws or self._seeds_collate

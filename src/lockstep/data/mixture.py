@@ -50,7 +50,10 @@ def mixture(sources: Mapping[str, Any], weights: Weights | Points | None = None)
     """
     if not sources:
         raise ConfigError("lockstep.mixture: no sources; give a dict of datasets by name")
-    streams = [name for name, dataset in sources.items() if is_stream(dataset)]
+    streams = []
+    for name, dataset in sources.items():
+        if is_stream(dataset):
+            streams.append(name)
     for name, dataset in sources.items():
         if isinstance(dataset, Mixture | StreamMixture):
             raise ConfigError(f"lockstep.mixture: the source '{name}' is a mixture; give its sources instead")
@@ -91,7 +94,10 @@ def _points(
     steps = [step for step, _ in points]
     if not points or steps != sorted(set(steps)) or steps[0] < 0:
         raise ConfigError(f"lockstep.mixture: weights at the steps {steps}; give points of ascending steps, from 0 on")
-    return [(step, _millionths(list(sources), weights_at_step, step)) for step, weights_at_step in points]
+    millionths = []
+    for step, weights_at_step in points:
+        millionths.append((step, _millionths(list(sources), weights_at_step, step)))
+    return millionths
 
 
 def _millionths(names: list[str], weights: Weights, step: int) -> list[int]:
@@ -115,7 +121,10 @@ def _millionths(names: list[str], weights: Weights, step: int) -> list[int]:
     by_rest = sorted(range(len(names)), key=lambda place: shares[place] - exact[place])
     for place in by_rest[: UNIT - sum(shares)]:
         shares[place] += 1
-    small = [name for name, share in zip(names, shares, strict=True) if not share and weights.get(name)]
+    small = []
+    for name, share in zip(names, shares, strict=True):
+        if not share and weights.get(name):
+            small.append(name)
     if small:
         raise ConfigError(f"{start} give '{small[0]}' less than a millionth; give 0 or more than that")
     return shares
@@ -157,7 +166,9 @@ class Mixture:
         for source in np.unique(which).tolist():
             positions = np.flatnonzero(which == source).tolist()
             dataset = self._datasets[source]
-            local_indices = [indices[position] - int(self._starts[source]) for position in positions]
+            local_indices = []
+            for position in positions:
+                local_indices.append(indices[position] - int(self._starts[source]))
             known = self._rows[source]
             get_items = getattr(dataset, "__getitems__", None)
             loaded = known.samples(local_indices) if known else None
@@ -272,7 +283,10 @@ class MixtureOrder:
         for first_position in range(start, stop, _SHARES_AT_ONCE):
             sources, _ = self._draw(first_position, min(first_position + _SHARES_AT_ONCE, stop))
             counts += np.bincount(sources, minlength=len(self.names))
-        return {name: int(count) / max(1, stop - start) for name, count in zip(self.names, counts, strict=True)}
+        fractions = {}
+        for name, count in zip(self.names, counts, strict=True):
+            fractions[name] = int(count) / max(1, stop - start)
+        return fractions
 
     def _draw(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return the source of each position, and its sample's number in that source.

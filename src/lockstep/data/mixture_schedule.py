@@ -69,13 +69,10 @@ class _Part:
         self._bounds = [*range(0, length, size), length]
         # The integral of the weights at each bound, in units of 1 / (2 * UNIT * length). Python integers do not
         # overflow.
-        targets = np.array(
-            [
-                [2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)]
-                for bound in self._bounds
-            ],
-            dtype=object,
-        )
+        rows = []
+        for bound in self._bounds:
+            rows.append([2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)])
+        targets = np.array(rows, dtype=object)
         unit = 2 * UNIT * length
         self._counts = _round(self._bounds, targets // unit, -(-targets // unit))
 
@@ -121,7 +118,9 @@ def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> I
         current = np.maximum(counts[number - 1], low[number])
         missing = bounds[number] - int(current.sum())
         may = np.flatnonzero(current < high[number]).tolist()
-        due = {source: int(np.searchsorted(low[:, source], current[source] + 1)) for source in may}
+        due = {}
+        for source in may:
+            due[source] = int(np.searchsorted(low[:, source], current[source] + 1))
         current[sorted(may, key=lambda source: due[source])[:missing]] += 1
         counts[number] = current
     return counts

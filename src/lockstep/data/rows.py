@@ -85,7 +85,8 @@ class _TensorRows:
         tensors = self._dataset.tensors
         # The caller may replace the dataset's tensors between two steps.
         if tensors is not self._tensors:
-            self._tensors, self._plain = tensors, all(map(_is_plain, tensors))
+            self._tensors = tensors
+            self._plain = all(map(_is_plain, tensors))
             self._on_host = all(tensor.is_cpu for tensor in tensors)
         if not self._plain:
             return None

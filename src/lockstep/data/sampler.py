@@ -226,7 +226,10 @@ def permute_groups(indices: Indices, groups: Indices, sizes: Sequence[int], keys
         int64, the shape of `indices`.
     """
     images = np.empty_like(indices)
-    small = [group for group, size in enumerate(sizes) if size < _SMALL]
+    small = []
+    for group, size in enumerate(sizes):
+        if size < _SMALL:
+            small.append(group)
     for group in small:
         mask = groups == group
         images[mask] = _table(sizes[group], keys[group])[indices[mask]]
@@ -419,7 +422,10 @@ def draw_seeded(sampler: Any, seed: int, epoch: int, read: Callable[[Any], _T]) 
     Raises:
         DataError: reading it fails.
     """
-    generators = [wrapped for wrapped in map(_generator, within(sampler)) if wrapped is not None]
+    generators = []
+    for wrapped in map(_generator, within(sampler)):
+        if wrapped is not None:
+            generators.append(wrapped)
     states = [wrapped.get_state() for wrapped in generators]
     key = derive(seed, "order", epoch)
     try:

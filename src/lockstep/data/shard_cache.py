@@ -314,7 +314,10 @@ def stamp_of(info: dict[str, Any], *, local: bool) -> str:
     """Return a file's version from what fsspec knows of it; "" if that is nothing."""
     if local:
         return str(os.stat(info["name"]).st_mtime_ns)
-    return next((str(info[name]) for name in _STAMPS if info.get(name)), "")
+    for name in _STAMPS:
+        if info.get(name):
+            return str(info[name])
+    return ""
 
 
 # --- cache

@@ -212,7 +212,9 @@ def _check_tokens(path: Path, kind: np.dtype[Any]) -> None:
 class _TokenShard(OpenShard):
     def __init__(self, path: Path, seq_len: int, kind: np.dtype[Any], vocab_size: int) -> None:
         self._tokens: NDArray[Any] = np.asarray(np.memmap(path, dtype=kind, mode="r"))
-        self._seq_len, self._row, self._vocab_size = seq_len, np.arange(seq_len + 1), vocab_size
+        self._seq_len = seq_len
+        self._row = np.arange(seq_len + 1)
+        self._vocab_size = vocab_size
 
     def read(self, rows: list[int]) -> list[Any]:
         token_indices = np.asarray(rows)[:, None] * self._seq_len + self._row
@@ -221,10 +223,10 @@ class _TokenShard(OpenShard):
             raise ShardError(
                 f"it has the token {int(windows.max())}, and vocab_size is {self._vocab_size}: give another dtype"
             )
-        return [
-            {"input_ids": inputs, "labels": labels}
-            for inputs, labels in zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True)
-        ]
+        samples = []
+        for inputs, labels in zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True):
+            samples.append({"input_ids": inputs, "labels": labels})
+        return samples
 
 
 # --- webdataset
@@ -468,7 +470,11 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
             packed = shard.get("zip_data")
             stored = packed or raw
             hashes = stored["hashes"]
-            algorithm = next((name for name in ("xxh3_64", *hashes) if name in hashes), "")
+            algorithm = ""
+            for name in ("xxh3_64", *hashes):
+                if name in hashes:
+                    algorithm = name
+                    break
             files.append(
                 ShardFile(
                     stored["basename"],

@@ -175,7 +175,9 @@ class ShardOrder:
         numbers, groups = np.unique(np.searchsorted(tape.group_ends, places, side="right"), return_inverse=True)
         ends = tape.group_ends[numbers]
         begins = np.where(numbers > 0, tape.group_ends[numbers - 1], 0)
-        keys = [derive(self._seed, "shard", epoch, number) for number in numbers.tolist()]
+        keys = []
+        for number in numbers.tolist():
+            keys.append(derive(self._seed, "shard", epoch, number))
         # All groups in one call: a Python loop over groups would take longer than the arithmetic.
         permuted = permute_groups(places - begins[groups], groups, (ends - begins).tolist(), keys)
         places = permuted + begins[groups]

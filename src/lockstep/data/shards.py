@@ -188,7 +188,10 @@ def _list_shards(
     if name == "mds":
         raise DataError(f"{sources[0]} has no {_MDS_INDEX}, the index of MDS; give its folder")
     files = [file for entry in sources for file in _expand(entry, store)]
-    formats = {kind for file in files if (kind := _suffix(file.path))}
+    formats = set()
+    for file in files:
+        if kind := _suffix(file.path):
+            formats.add(kind)
     unknown = next((file for file in files if not _suffix(file.path)), None)
     if formats and unknown and not name:
         raise DataError(f"{unknown.label} has no suffix of a shard, unlike others of {sources[0]}; give `format`")
@@ -198,7 +201,10 @@ def _list_shards(
             f"{sources[0]} has no shards: no file of .parquet, .arrow, .tar or .bin, and no {_MDS_INDEX} of MDS; give "
             "the folder or the files, a pattern and `format` if their names do not end so"
         )
-    chosen = [file for file in files if _suffix(file.path) in (None, name)]
+    chosen = []
+    for file in files:
+        if _suffix(file.path) in (None, name):
+            chosen.append(file)
     if len(chosen) < len(files):
         raise DataError(f"{sources[0]} has files of several formats; name those to read, such as {sources[0]}/*.{name}")
     return make_format(name), chosen
@@ -280,7 +286,9 @@ def _check_listed(folder: str, listed: list[str], suffix: str, store: Store) -> 
         listed: file names of the index.
         suffix: of shards whose names go on, as those of compressed ones do; "": any that is known.
     """
-    known = {name.partition(suffix)[0] if suffix else name for name in listed}
+    known = set()
+    for name in listed:
+        known.add(name.partition(suffix)[0] if suffix else name)
     if store.is_local and os.path.isdir(folder):
         names = sorted(os.listdir(folder))
     else:
@@ -501,7 +509,10 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
 
 def _check_schemas(files: list[ShardFile], counted: list[ShardSummary]) -> None:
     """Raise DataError unless all shards with samples have one schema."""
-    with_samples = [(file, summary.schema) for file, summary in zip(files, counted, strict=True) if summary.samples]
+    with_samples = []
+    for file, summary in zip(files, counted, strict=True):
+        if summary.samples:
+            with_samples.append((file, summary.schema))
     for file, schema in with_samples[1:]:
         first_file, wanted = with_samples[0]
         if schema != wanted:
@@ -572,7 +583,9 @@ class Shards:
 
     def _read(self, rows: dict[int, list[int]]) -> list[Any]:
         """Return these rows of shards, those of the first shard first."""
-        rows_by_shard = [(self._opened(shard), rows_of_shard) for shard, rows_of_shard in rows.items()]
+        rows_by_shard = []
+        for shard, rows_of_shard in rows.items():
+            rows_by_shard.append((self._opened(shard), rows_of_shard))
         with self._access.explained(*(self.files[shard] for shard in rows)):
             samples = self._access.form.read(rows_by_shard)
         if self._transform is None:

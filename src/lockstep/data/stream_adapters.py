@@ -175,7 +175,8 @@ class _Stateful:
     """An iterator over a dataset with a state, and the dataset."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.iterator = dataset, iter(dataset)
+        self.dataset = dataset
+        self.iterator = iter(dataset)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -246,7 +247,8 @@ class _Resumable:
     """An iterator over a Hugging Face dataset, with the dataset whose state it moves."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self._iterator = dataset, cast(Generator[Any, None, None], iter(dataset))
+        self.dataset = dataset
+        self._iterator = cast(Generator[Any, None, None], iter(dataset))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -270,7 +272,11 @@ class HuggingFaceSource(StreamSource):
 
     def __init__(self, inner: Any) -> None:
         stages = list(_stages(inner))
-        whole = next((name for stage in stages if (name := _over_all_shards(stage))), "")
+        whole = ""
+        for stage in stages:
+            if name := _over_all_shards(stage):
+                whole = name
+                break
         seeks = "BufferShuffledExamplesIterable" not in [type(stage_in_chain).__name__ for stage_in_chain in stages]
         super().__init__(inner, 1 if whole and inner.num_shards > 1 else inner.num_shards, has_state=seeks)
         if whole and inner.num_shards > 1:
@@ -399,14 +405,11 @@ class WebSource(StreamSource):
         self._urls = [str(stage_of_rest) for stage_of_rest in getattr(first_stage, "urls", [])]
         self._resamples = type(first_stage).__name__ == "ResampledShards"
         self._declared = parts > 0
-        whole = next(
-            (
-                name
-                for stage_of_rest in rest
-                if (name := _stage_name(stage_of_rest)) not in _PER_SAMPLE_STAGES | _LEFT_OUT
-            ),
-            "",
-        )
+        whole = ""
+        for stage_of_rest in rest:
+            if (name := _stage_name(stage_of_rest)) not in _PER_SAMPLE_STAGES | _LEFT_OUT:
+                whole = name
+                break
         self._ends = inner.repetitions != 1 and inner.nsamples > 0
         if inner.repetitions != 1 and not self._resamples:
             whole = f".with_epoch({inner.nsamples})" if self._ends else ".repeat()"
@@ -465,7 +468,8 @@ class WebSource(StreamSource):
                 stage.epoch += epoch
             else:
                 # Seeded by the part's seed, which `_enter` has set.
-                stage.deterministic, stage.seed = True, random.getrandbits(31)
+                stage.deterministic = True
+                stage.seed = random.getrandbits(31)
             # By default each rank would get a seed of its own.
             if getattr(stage.worker_seed, "__name__", "") == "pytorch_worker_seed":
                 stage.worker_seed = lambda: part

@@ -278,11 +278,9 @@ class StreamBatches(Batches):
                 f"{lanes.micro_batches} micro-batches: each is read by up to {lanes.slots} ranks, which read past what "
                 f"others train on; {lanes.micro_batches} parts of like length, or more, avoid that{uneven}"
             )
-        lines += [
-            f"the stream {part_source.name}: {part_source.note}"
-            for part_source in sources_of(source)
-            if part_source.note
-        ]
+        for part_source in sources_of(source):
+            if part_source.note:
+                lines.append(f"the stream {part_source.name}: {part_source.note}")
         return lines
 
     def from_step(self, start: int) -> "StreamLoader":
@@ -338,10 +336,10 @@ class StreamBatches(Batches):
         for (a, b), ((content, _), _) in zip(cuts, probed, strict=True):
             if content.samples < b - a:
                 raise DataError(f"the training set has fewer than {b} samples")
-        return [
-            (MicroBatch(content_of_cut.batch, 0, items, 1.0, self.move), drew)
-            for (content_of_cut, drew), items in probed
-        ]
+        micro_batches = []
+        for (content_of_cut, drew), items in probed:
+            micro_batches.append((MicroBatch(content_of_cut.batch, 0, items, 1.0, self.move), drew))
+        return micro_batches
 
     def alone(self, step: int, index: int) -> MicroBatch:
         """Load a micro-batch of the stream's first turn."""

@@ -48,15 +48,23 @@ class MixtureSource:
         for name, source in zip(names, sources, strict=True):
             source.name = f"{source.name} (source {name})"
         self.used = [any(shares[number] for _, shares in points) for number in range(len(names))]
-        used = [each for each, has_weight in zip(sources, self.used, strict=True) if has_weight]
+        used = []
+        for each, has_weight in zip(sources, self.used, strict=True):
+            if has_weight:
+                used.append(each)
         self.smallest = min(used, key=lambda each: each.parts)
-        self.parts, self.name = self.smallest.parts, f"a mixture of {', '.join(names)}"
-        self.draws_random, self.sizes = any(each.draws_random for each in used), list[int]()
+        self.parts = self.smallest.parts
+        self.name = f"a mixture of {', '.join(names)}"
+        self.draws_random = any(each.draws_random for each in used)
+        self.sizes = list[int]()
 
     @property
     def plan(self) -> dict[str, int]:
         """The parts of each source, for a resume."""
-        return {name: source.parts for name, source in zip(self.names, self.sources, strict=True)}
+        parts = {}
+        for name, source in zip(self.names, self.sources, strict=True):
+            parts[name] = source.parts
+        return parts
 
 
 @final
@@ -133,7 +141,10 @@ class LaneMixture:
             stop = self.place(lane, last)
             counts += np.subtract(self.counts(lane, stop), self.counts(lane, number))
             total += stop - number
-        return {name: int(count) / max(1, total) for name, count in zip(names, counts, strict=True)}
+        fractions = {}
+        for name, count in zip(names, counts, strict=True):
+            fractions[name] = int(count) / max(1, total)
+        return fractions
 
     def _begin(self, lane: int) -> int:
         """Return the first turn of a lane; lanes past the last are for trials."""

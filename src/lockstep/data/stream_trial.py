@@ -56,11 +56,10 @@ def try_source(
     # Use one sample per micro-batch, so that a position is known after each.
     lanes = Lanes(source.parts, 1, 1, seed)
     user_objects = reachable({"it": source.inner})
-    generators = {
-        path: generator_or_states
-        for path, generator_or_states in user_objects
-        if isinstance(generator_or_states, _GENERATORS)
-    }
+    generators = {}
+    for path, generator_or_states in user_objects:
+        if isinstance(generator_or_states, _GENERATORS):
+            generators[path] = generator_or_states
     states = [_generator_states(generators)]
     first_reading = _read_each(source, lanes, 0, START, _TRIAL_SAMPLES, digest)
     states.append(_generator_states(generators))
@@ -78,7 +77,11 @@ def try_source(
     )
     states.append(_generator_states(generators))
     pairs = zip(first_reading[begin:], again, strict=False)
-    odd = next((k for k, (one, other) in enumerate(pairs) if not alike(one[0], other[0])), -1)
+    odd = -1
+    for k, (one, other) in enumerate(pairs):
+        if not alike(one[0], other[0]):
+            odd = k
+            break
     if odd >= 0 or len(again) < len(first_reading) - begin:
         whole = _read_each(source, lanes, 0, START, len(first_reading), digest, endless=True)
         repeats = len(whole) == len(first_reading) and all(

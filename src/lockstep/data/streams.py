@@ -91,7 +91,9 @@ class StreamSource(ABC):
         self.has_state = has_state
         self.name = type(inner).__name__
         self.draws_random = bool(getattr(inner, "draws_random", True))
-        self.carries, self.sizes, self.note = False, list[int](), ""
+        self.carries = False
+        self.sizes = list[int]()
+        self.note = ""
         if not isinstance(parts, int) or parts < 1:
             raise DataError(
                 f"the training set {self.name} has parts = {parts!r}; a stream has at least 1; look at its path"
@@ -220,7 +222,9 @@ def _emptiness(lanes: Lanes, sizes: Sequence[int]) -> float:
     """Return the share of the micro-batches of an epoch that would be empty."""
     shares = list[float]()
     for epoch in range(_MEASURED_EPOCHS):
-        loads = [sum(sizes[part] for part in lanes.parts_of(epoch, lane)) for lane in range(lanes.count)]
+        loads = []
+        for lane in range(lanes.count):
+            loads.append(sum(sizes[part] for part in lanes.parts_of(epoch, lane)))
         shares.append(1 - sum(loads) / max(1, len(loads) * max(loads)))
     return max(shares)
 

@@ -162,7 +162,10 @@ class _SignThread:
                 # Each gather is a sign of life. The last one carries the outcome of every rank.
                 replies = self._world.gather([self._signs.progress(), reply])
                 self._signs.on_progress([count for count, _ in replies])
-                waits_for = [rank for rank, (_, result) in enumerate(replies) if not result]
+                waits_for = []
+                for rank, (_, result) in enumerate(replies):
+                    if not result:
+                        waits_for.append(rank)
                 if not waits_for:
                     self._outcomes = [result for _, result in replies]
                     return

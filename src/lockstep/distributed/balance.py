@@ -137,7 +137,10 @@ def cut(work: Sequence[float], costs: Sequence[float], most: Sequence[int] = ())
 
 def loads(work: Sequence[float], costs: Sequence[float], shares: Shares) -> list[float]:
     """Return, by rank, the time of its run."""
-    return [cost * math.fsum(work[a:b]) for cost, (a, b) in zip(costs, shares.runs, strict=True)]
+    seconds = []
+    for cost, (a, b) in zip(costs, shares.runs, strict=True):
+        seconds.append(cost * math.fsum(work[a:b]))
+    return seconds
 
 
 def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -338,7 +341,10 @@ class Balancer:
         return self._judge(costs, steps, first)
 
     def _rule(self, step: int) -> _CutRule:
-        return next((rule for rule in reversed(self._rules) if rule.first <= step), self._rules[0])
+        for rule in reversed(self._rules):
+            if rule.first <= step:
+                return rule
+        return self._rules[0]
 
     def _at(self, step: int) -> Shares:
         rule = self._rule(step)
@@ -456,16 +462,25 @@ def _costs(window: list[list[_UnitCost]]) -> tuple[float, ...]:
     ranks = []
     for rank in range(len(window[0])):
         ranks.append([costs[rank] for costs in window])
-    forward = [median(value.forward for value in unit_costs) for unit_costs in ranks]
+    forward = []
+    for unit_costs in ranks:
+        forward.append(median(value.forward for value in unit_costs))
     backwards = []
     for unit_costs in ranks:
         backwards.append([value.backward for value in unit_costs if value.backward is not None])
-    pairs = [(median(value), ahead) for value, ahead in zip(backwards, forward, strict=True) if value]
+    pairs = []
+    for value, ahead in zip(backwards, forward, strict=True):
+        if value:
+            pairs.append((median(value), ahead))
     # Estimate a missing backward time by the other ranks' ratio of backward to forward.
     if pairs:
         usual = sum(backward for backward, _ in pairs) / sum(ahead for _, ahead in pairs)
     else:
         usual = 0.0
-    backward = [median(value) if value else usual * ahead for value, ahead in zip(backwards, forward, strict=True)]
-    data = [median(value.data for value in unit_costs) for unit_costs in ranks]
+    backward = []
+    for value, ahead in zip(backwards, forward, strict=True):
+        backward.append(median(value) if value else usual * ahead)
+    data = []
+    for unit_costs in ranks:
+        data.append(median(value.data for value in unit_costs))
     return tuple(sum(parts) for parts in zip(data, forward, backward, strict=True))

@@ -125,7 +125,10 @@ def address_of(interface: str) -> str:
 def interface_at(address: str) -> str:
     """Return the interface that has this address, such as eth0; "" if unknown."""
     if ":" not in address:
-        return next((name for _, name in socket.if_nameindex() if address_of(name) == address), "")
+        for _, name in socket.if_nameindex():
+            if address_of(name) == address:
+                return name
+        return ""
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     with contextlib.suppress(OSError):
         for line in _IPV6.read_text(encoding="ascii").splitlines():

@@ -222,7 +222,11 @@ def _raised_in_collective(error: BaseException) -> bool:
     modules = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         modules.append(frame.f_globals.get("__name__", ""))
-    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
+    innermost = ""
+    for name in reversed(modules):
+        if name not in _WRAPPERS:
+            innermost = name
+            break
     return f"{innermost}.".startswith(_COMMUNICATING)
 
 
@@ -332,7 +336,9 @@ class Generation(NamedTuple):
     def read(cls, text: str) -> Self:
         """Parse the launcher's JSON."""
         fields = json.loads(text)
-        reports = {name: LeaveReport(*values) for name, values in fields["reports"].items()}
+        reports = {}
+        for name, values in fields["reports"].items():
+            reports[name] = LeaveReport(*values)
         return cls(fields["number"], fields["members"], reports, fields["fresh"], fields["lost"])
 
     def to_json(self) -> str:

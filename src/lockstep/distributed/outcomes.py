@@ -15,7 +15,10 @@ __all__ = [
 def compare(subject: str, ranks: list[dict[str, Any]]) -> None:
     """Raise LockstepError unless all ranks gathered equal values; see `World.check_same`."""
     for rank, values in enumerate(ranks):
-        keys = [key for key in ranks[0] if values.get(key) != ranks[0].get(key)]
+        keys = []
+        for key in ranks[0]:
+            if values.get(key) != ranks[0].get(key):
+                keys.append(key)
         if keys:
             differences = ", ".join(f"{key} ({ranks[0].get(key)!r} on rank 0, {values.get(key)!r})" for key in keys)
             raise LockstepError(

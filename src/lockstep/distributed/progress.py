@@ -246,7 +246,9 @@ class Progress:
 
     def at(self, step: int, phase: int) -> None:
         """Record that this process is in `phase` of `step`. Takes about a microsecond."""
-        self.step, self.phase, self.since = step, phase, time.monotonic()
+        self.step = step
+        self.phase = phase
+        self.since = time.monotonic()
         # A memory-mapped file: no system call, and the kernel keeps the bytes if the process is killed.
         self._pack(self._memory, 0, step, phase, self._time())
 

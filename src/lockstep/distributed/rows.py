@@ -67,7 +67,10 @@ def gather_rows(
     by_rank = []
     for chunk, lengths_of_peer in zip(chunks, sizes, strict=True):
         by_rank.append(chunk.split_with_sizes(lengths_of_peer))
-    return [torch.cat([pieces[k] for pieces in by_rank]).view(*shapes[index]) for k, index in enumerate(indices)]
+    rows = []
+    for k, index in enumerate(indices):
+        rows.append(torch.cat([pieces[k] for pieces in by_rank]).view(*shapes[index]))
+    return rows
 
 
 def scatter_rows(
@@ -112,7 +115,10 @@ def scatter_rows(
     by_index: dict[int, Tensor] = {}
     for indices_of_owner, chunk, lengths_of_rank in zip(order, received.split_with_sizes(totals), counts, strict=True):
         by_index |= zip(indices_of_owner, chunk.split_with_sizes(lengths_of_rank), strict=True)
-    return [by_index[k].view(_rows(shape, rank, ranks), *shape[1:]) for k, shape in enumerate(shapes)]
+    rows = []
+    for k, shape in enumerate(shapes):
+        rows.append(by_index[k].view(_rows(shape, rank, ranks), *shape[1:]))
+    return rows
 
 
 def _by_owner(owners: Sequence[int], ranks: int) -> list[list[int]]:

@@ -257,7 +257,9 @@ def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path,
                 results[rank] = content
     if failed:
         cause = min(failed)
-        details = {report.rank: report.details or report.text for report in sorted(failed)}
+        details = {}
+        for report in sorted(failed):
+            details[report.rank] = report.details or report.text
         raise RankFailure(f"rank {cause.rank} of {len(pipes)}: {cause.text}", cause.rank, cause.usage, details)
     if waiting:
         late = sorted(waiting.values())

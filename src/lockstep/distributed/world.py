@@ -380,7 +380,10 @@ class World:
         try:
             store.set_timeout(timedelta(seconds=_PATIENCE))
             present = (store.check([f"{self._scope}/here-{rank}"]) for rank in range(self.size))
-            absent = [rank for rank, is_here in enumerate(present) if not is_here]
+            absent = []
+            for rank, is_here in enumerate(present):
+                if not is_here:
+                    absent.append(rank)
         except RuntimeError:
             # The process that serves the meeting point has ended.
             return "the meeting point is gone; the first error is in the log of the rank that failed", False

@@ -267,7 +267,10 @@ class Buffered(ForwardingEngine):
 @contextmanager
 def unmoved(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore these tensors (a model's buffers, a task's own) at the end of the context."""
-    copies = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
+    copies = []
+    for tensor in tensors:
+        if not tensor.is_meta:
+            copies.append((tensor, tensor.clone()))
     try:
         yield
     finally:
@@ -286,12 +289,18 @@ def as_before(model: nn.Module, own: Own) -> Iterator[None]:
     Raises:
         ConfigError: a tensor of the task was replaced by one of another shape, which cannot be restored.
     """
-    module_buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    module_buffers = []
+    for module in model.modules():
+        module_buffers.append((module._buffers, dict(module._buffers)))
     buffers = {id(b): b for _, entries in module_buffers for b in entries.values() if b is not None and not b.is_meta}
-    copies = [
-        (tensor, tensor.detach().clone()) for tensor in (*buffers.values(), *own().values()) if not tensor.is_meta
-    ]
-    names = {name: (tensor, tensor.detach().clone()) for name, tensor in own().items() if not tensor.is_meta}
+    copies = []
+    for tensor in (*buffers.values(), *own().values()):
+        if not tensor.is_meta:
+            copies.append((tensor, tensor.detach().clone()))
+    names = {}
+    for name, tensor in own().items():
+        if not tensor.is_meta:
+            names[name] = (tensor, tensor.detach().clone())
     try:
         yield
     finally:

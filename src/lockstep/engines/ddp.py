@@ -117,7 +117,11 @@ class GradientUsage:
 
     def missed(self, backwards: int) -> list[str]:
         """Return the parameters that some rank did not use in all of its `backwards`. Collective."""
-        return [name for name, count in zip(self.names, self._reduce_counts(backwards), strict=True) if count[0]]
+        names = []
+        for name, count in zip(self.names, self._reduce_counts(backwards), strict=True):
+            if count[0]:
+                names.append(name)
+        return names
 
     def unused(self, mark: int = 0) -> list[bool]:
         """Return, for each parameter, whether no rank used it, and reset the counts. Collective.
@@ -338,7 +342,11 @@ class ReplicatedEngine:
         self._sync_always = False
 
     def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+        pairs = []
+        for name, p in self._module.named_parameters():
+            if p.requires_grad:
+                pairs.append((name, p))
+        return pairs
 
     def _build_tree(self) -> None:
         if self._request.options.compression in COMPRESSION_DTYPES:
@@ -379,7 +387,8 @@ class ReplicatedEngine:
             _silence_unused_warning(ddp)
         # A forward outside of steps, such as an evaluation's, is followed by no backward.
         ddp.require_backward_grad_sync = False
-        self._ddp, self._ddp_parameters = ddp, self._trained_parameters()
+        self._ddp_parameters = self._trained_parameters()
+        self._ddp = ddp
 
     def _finish_first_step(self, usage: GradientUsage) -> None:
         names = usage.missed(self._backwards)  # collective
@@ -432,7 +441,10 @@ class ReplicatedEngine:
         if options.find_unused_parameters != "auto" or options.static_graph:
             raise self._missed_error([name for name, _ in missed])
         parameters = [parameter for _, parameter in missed]
-        unset = [parameter for parameter in parameters if parameter.grad is None]
+        unset = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                unset.append(parameter)
         # x + -0.0 is x for every x, so the other ranks' sums keep their bits.
         with torch.no_grad():
             zeros = [-torch.zeros_like(parameter) for parameter in parameters]

@@ -148,7 +148,10 @@ class EMAEngine(ForwardingEngine):
         """Load a state; one without an average restarts the average at the weights."""
         engine_state = without_average(state)
         self.inner.load_state_dict(engine_state)
-        entries = {name: tensor for name, tensor in state.items() if name not in engine_state}
+        entries = {}
+        for name, tensor in state.items():
+            if name not in engine_state:
+                entries[name] = tensor
         present_average = self._average_state()
         if entries and entries.keys() != present_average.keys():
             names = sorted(entries.keys() ^ present_average.keys())
@@ -199,7 +202,11 @@ def averaged(engine: Engine, optimizer: Optimizer | None = None) -> AbstractCont
 
 def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state without the entries of an average."""
-    return {name: tensor for name, tensor in state.items() if not name.startswith(AVERAGE) and name != _COUNT}
+    tensors = {}
+    for name, tensor in state.items():
+        if not name.startswith(AVERAGE) and name != _COUNT:
+            tensors[name] = tensor
+    return tensors
 
 
 def _widen(parameter: Tensor) -> Tensor:

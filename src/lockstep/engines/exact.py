@@ -163,7 +163,8 @@ class Subtrees:
         runs = [TreeSpan(*run) for run in shares.runs]
         self.micro_batches = micro_batches
         self.slots = shares.slots[world.rank]
-        self.rank, self.mine = world.rank, runs[world.rank]
+        self.rank = world.rank
+        self.mine = runs[world.rank]
         self.rounds = list(itertools.zip_longest(*(subtrees(micro_batches, run) for run in runs)))
 
 

@@ -138,10 +138,10 @@ class GroupSettings:
             ConfigError: a changed setting is not JSON.
         """
         self._take()
-        return [
-            _changes_of(number, group, row, _RATES if rates else ())
-            for number, (group, row) in enumerate(zip(self._groups, self._rows, strict=True))
-        ]
+        rows = []
+        for number, (group, row) in enumerate(zip(self._groups, self._rows, strict=True)):
+            rows.append(_changes_of(number, group, row, _RATES if rates else ()))
+        return rows
 
     def load(self, changes: list[Group] | None) -> None:
         """Set what `changes` returned."""
@@ -174,7 +174,10 @@ def _write_momentum(place: int, group: Group, row: _Row, momentum: float | None)
 
 
 def _momentum_name(group: Group) -> str:
-    return next((name for name in ("betas", "momentum") if name in group), "")
+    for name in ("betas", "momentum"):
+        if name in group:
+            return name
+    return ""
 
 
 def _foreign_error(place: int, name: str, value: Any, written: Any) -> ConfigError:
@@ -193,7 +196,11 @@ def _short(value: Any) -> str:
 
 def _own_settings(group: Group) -> Group:
     """Return a group's settings; tensors as numbers, which later writes do not change."""
-    return {key: _plain(value) for key, value in group.items() if key not in _APART}
+    settings = {}
+    for key, value in group.items():
+        if key not in _APART:
+            settings[key] = _plain(value)
+    return settings
 
 
 def _plain(value: Any) -> Any:
@@ -216,11 +223,10 @@ def _changes_of(place: int, group: Group, row: _Row, always: tuple[str, ...]) ->
     ours = {"lr"} if row.written else set()
     if row.written_momentum is not None:
         ours |= {"momentum", "betas"}
-    changed = {
-        key: value
-        for key, value in present_settings.items()
-        if key not in ours and (key in always or key not in row.initial or value != row.initial[key])
-    }
+    changed = {}
+    for key, value in present_settings.items():
+        if key not in ours and (key in always or key not in row.initial or value != row.initial[key]):
+            changed[key] = value
     for key, value in changed.items():
         try:
             json.dumps(value)

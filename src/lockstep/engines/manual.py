@@ -163,7 +163,11 @@ class Manual(BareEngine):
         """
         # First this rank's micro-batches, then all ranks'. All ranks take part, at each optimizer's step.
         for compared in (points, self._world.gather(points[0])):  # collective
-            odd = next((point for point in compared if point != compared[0]), None)
+            odd = None
+            for point in compared:
+                if point != compared[0]:
+                    odd = point
+                    break
             if odd is not None:
                 raise LockstepError(
                     f"the micro-batches of a step must step together: one is at {compared[0]} and another at {odd}; "
@@ -192,7 +196,9 @@ class Manual(BareEngine):
             parameter.grad = None
         optimizer = self._optimizer.members[place]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        present = [any(p in gradients_of_batch for gradients_of_batch in parts) for p in parameters]
+        present = []
+        for p in parameters:
+            present.append(any(p in gradients_of_batch for gradients_of_batch in parts))
         if self._world.size > 1:
             flags = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
             # All ranks: a parameter that some micro-batch used is stepped on every rank.
@@ -202,7 +208,10 @@ class Manual(BareEngine):
         parameters = [parameter for parameter, in_use in zip(parameters, present, strict=True) if in_use]
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             self._sum([parameter for parameter in parameters if parameter.dtype is dtype], parts, weights)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
         self._squares.append(total_norm(gradients).double() ** 2)
         if clip is not None:
             _clip(gradients, clip)
@@ -212,10 +221,14 @@ class Manual(BareEngine):
 
     def kept(self) -> _BufferWrites:
         """Return the changes to buffers by forwards since the last `restore`."""
-        values = [buffer.clone() if start.is_written(buffer) else None for buffer, start in self._pairs()]
+        values = []
+        for buffer, start in self._pairs():
+            values.append(buffer.clone() if start.is_written(buffer) else None)
         if self._steps <= _CHECKED:
             pairs = enumerate(zip(values, self._pairs(), strict=True))
-            self._silent |= {k for k, (value, (b, start)) in pairs if value is not None and not start.is_counted(b)}
+            for k, (value, (b, start)) in pairs:
+                if value is not None and not start.is_counted(b):
+                    self._silent.add(k)
         return _BufferWrites(self._replay.row() if self._replay else None, values)
 
     def recomputing(self) -> AbstractContextManager[None]:
@@ -286,13 +299,14 @@ class Manual(BareEngine):
     def _sum(self, parameters: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
         """Set `grad` of parameters of one dtype to the sum over all micro-batches. Collective."""
         # An empty slot is left out: adding its zeros would turn a -0.0 into 0.0.
-        rows = [
-            torch.cat(
-                [(gradients[p] * weight if p in gradients else torch.zeros_like(p)).reshape(-1) for p in parameters]
-            )
-            for gradients, weight in zip(parts, weights, strict=True)
-            if weight
-        ]
+        rows = []
+        for gradients, weight in zip(parts, weights, strict=True):
+            if weight:
+                pieces = []
+                for p in parameters:
+                    piece = gradients[p] * weight if p in gradients else torch.zeros_like(p)
+                    pieces.append(piece.reshape(-1))
+                rows.append(torch.cat(pieces))
         # Exact: gather every micro-batch's gradients, and add them in order on each rank.
         if self._exact:
             rows = self._all_rows(rows, parameters)
@@ -305,10 +319,9 @@ class Manual(BareEngine):
         if self._world.size > 1 and not self._exact:
             # All ranks, once per optimizer's step and dtype.
             collectives.all_reduce(total)  # collective
-        for parameter, gradients in zip(
-            parameters, total.split_with_sizes([p.numel() for p in parameters]), strict=True
-        ):
-            parameter.grad = gradients.view_as(parameter).clone()
+        totals = total.split_with_sizes([p.numel() for p in parameters])
+        for parameter, gradient in zip(parameters, totals, strict=True):
+            parameter.grad = gradient.view_as(parameter).clone()
 
     def _all_rows(self, rows: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
         """Return the rows of all ranks' non-empty micro-batches, in order. Collective."""

@@ -71,10 +71,19 @@ def footprint(engine: Engine) -> Footprint:
     if counters:
         return Footprint(*map(sum, zip(*(counter() for counter in counters), strict=True)))
     state = engine.state_dict()
-    parameters = [p for p in engine.model.parameters() if p.requires_grad]
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    parameters = []
+    for p in engine.model.parameters():
+        if p.requires_grad:
+            parameters.append(p)
+    gradients = []
+    for p in parameters:
+        if p.grad is not None:
+            gradients.append(p.grad)
     copies = copies_of(engine.model)
-    weights = [tensor for name, tensor in state.items() if name.startswith("model/")]
+    weights = []
+    for name, tensor in state.items():
+        if name.startswith("model/"):
+            weights.append(tensor)
     return Footprint(
         count_bytes([*weights, *(copies.tensors if copies else ())]),
         count_bytes(gradients or parameters),
@@ -227,5 +236,8 @@ def _estimate(engine: Engine) -> Footprint:
     Other ranks may be elsewhere.
     """
     parameters = sum(local_of(p).nbytes for p in engine.model.parameters())
-    gradients = sum(local_of(p).nbytes for p in engine.model.parameters() if p.requires_grad)
+    gradients = 0
+    for p in engine.model.parameters():
+        if p.requires_grad:
+            gradients += local_of(p).nbytes
     return Footprint(parameters, gradients, 2 * gradients)

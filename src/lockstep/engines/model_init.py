@@ -43,9 +43,10 @@ def check_placeable(model: nn.Module, world: World) -> None:
     error of the other ranks.
     """
     for prefix, module in model.named_modules():
-        sparse = {
-            name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.layout is not torch.strided
-        }
+        sparse = {}
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.layout is not torch.strided:
+                sparse[name] = buffer
         for name, value in {**vars(module), **sparse}.items():
             if isinstance(value, Tensor) and value.is_meta:
                 path = f"{prefix}.{name}".lstrip(".")

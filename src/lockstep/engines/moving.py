@@ -116,7 +116,10 @@ class _OwnTensors:
         self.now = dict(self._own())
 
     def places(self) -> list[_MovingTensor]:
-        return [_MovingTensor(f"task/{name}", partial(self._get, name), own=True) for name in self.now]
+        tensors = []
+        for name in self.now:
+            tensors.append(_MovingTensor(f"task/{name}", partial(self._get, name), own=True))
+        return tensors
 
     def _get(self, name: str) -> Tensor | None:
         return self.now.get(name)
@@ -184,7 +187,11 @@ class Moving:
 
     def kinds(self) -> dict[str, str]:
         """Map the state's name to a description, for every tensor that forwards have written."""
-        return {p.name if p.own else f"model/{p.name}": p.description for p in self._places if self._is_tracked(p)}
+        descriptions = {}
+        for p in self._places:
+            if self._is_tracked(p):
+                descriptions[p.name if p.own else f"model/{p.name}"] = p.description
+        return descriptions
 
     def _is_tracked(self, place: _MovingTensor) -> bool:
         later = place.first_version is not None and place.first_version != (id(place.now), place.now._version)
@@ -201,7 +208,10 @@ class Moving:
         self._refresh()
         self._rows.begin()
         copies_all = self._steps < _CHECKED
-        changed = [tensor for tensor in self._places if copies_all or tensor.is_written]
+        changed = []
+        for tensor in self._places:
+            if copies_all or tensor.is_written:
+                changed.append(tensor)
         fitting = [tensor for tensor in changed if tensor.fits]
         _copy([(tensor.step_value, tensor.now) for tensor in fitting if tensor.step_value is not None])
         for tensor in changed:
@@ -249,7 +259,10 @@ class Moving:
             self._forward, [p.step_value if p.slot_value is None else p.slot_value for p in self._forward]
         )
         changes = [(tensor, before) for tensor, before in changes if _same_layout(tensor.now, before)]
-        uncounted = [tensor for tensor, _ in changes if not tensor.is_counted]
+        uncounted = []
+        for tensor, _ in changes:
+            if not tensor.is_counted:
+                uncounted.append(tensor)
         _copy([(tensor.now, before) for tensor, before in changes])
         # This write is not a forward's, so it must not count as one.
         for tensor in uncounted:
@@ -270,10 +283,13 @@ class Moving:
             self._check_later()
             return
         # A write counts only from its version or its value; silent tensors need the value.
-        counted = {
-            tensor.name for tensor in self._forward if tensor.is_counted and not tensor.own and not tensor.silent
-        }
-        writes = [tensor for tensor, _ in self._changes(self._forward, [tensor.step_value for tensor in self._forward])]
+        counted = set()
+        for tensor in self._forward:
+            if tensor.is_counted and not tensor.own and not tensor.silent:
+                counted.add(tensor.name)
+        writes = []
+        for tensor, _ in self._changes(self._forward, [tensor.step_value for tensor in self._forward]):
+            writes.append(tensor)
         self._steps += 1
         local = counted | {tensor.name for tensor in writes}
         for tensor in writes:
@@ -301,14 +317,21 @@ class Moving:
     def _choose_shared(self, names: set[str]) -> None:
         if self._world.size == 1:
             return
-        chosen = [tensor for tensor in self._places if tensor.name in names and (tensor.own or self._share_buffers)]
+        chosen = []
+        for tensor in self._places:
+            if tensor.name in names and (tensor.own or self._share_buffers):
+                chosen.append(tensor)
         # All ranks, in the first two steps: a broadcast needs the same shape on all.
         shapes = self._world.gather({tensor.name: list(tensor.now.shape) for tensor in chosen})  # collective
         alike = []
         for tensor in chosen:
             if all(shape.get(tensor.name) == list(tensor.now.shape) for shape in shapes):
                 alike.append(tensor)
-        odd = next((tensor for tensor in chosen if tensor.own and tensor not in alike), None)
+        odd = None
+        for tensor in chosen:
+            if tensor.own and tensor not in alike:
+                odd = tensor
+                break
         if odd:
             raise ConfigError(f"{odd.description}, has different shapes on the ranks: use one shape on all")
         self._shared = alike
@@ -405,17 +428,22 @@ class Moving:
             if former_value is not None:
                 pairs.append((tensor, former_value))
         if self._steps == _CHECKED:
-            return [(tensor, former_value) for tensor, former_value in pairs if tensor.is_written]
-        fitting = [
-            (tensor.now, former_value) for tensor, former_value in pairs if _same_layout(tensor.now, former_value)
-        ]
+            changes = []
+            for tensor, former_value in pairs:
+                if tensor.is_written:
+                    changes.append((tensor, former_value))
+            return changes
+        fitting = []
+        for tensor, former_value in pairs:
+            if _same_layout(tensor.now, former_value):
+                fitting.append((tensor.now, former_value))
         # Waits for the device, in the checked steps only.
         flags = iter(differing(fitting))
-        return [
-            (tensor, former_value)
-            for tensor, former_value in pairs
-            if not _same_layout(tensor.now, former_value) or next(flags)
-        ]
+        changes = []
+        for tensor, former_value in pairs:
+            if not _same_layout(tensor.now, former_value) or next(flags):
+                changes.append((tensor, former_value))
+        return changes
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -434,7 +462,11 @@ class Moving:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         changes = self._changes(self._places, [tensor.step_value for tensor in self._places])
-        return [(tensor.now, value) for tensor, value in changes if tensor.fits]
+        pairs = []
+        for tensor, value in changes:
+            if tensor.fits:
+                pairs.append((tensor.now, value))
+        return pairs
 
     @torch.no_grad()
     def share(self) -> None:
@@ -498,10 +530,8 @@ def _select(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[T
         presents, kepts = (torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*group, strict=True))
         values = torch.where(applied.to(presents.device), presents, kepts)
         selected = values.split_with_sizes([present.numel() for present, _ in group])
-        choices += [
-            (present, values_of_tensor.view(present.shape))
-            for (present, _), values_of_tensor in zip(group, selected, strict=True)
-        ]
+        for (present, _), values_of_tensor in zip(group, selected, strict=True):
+            choices.append((present, values_of_tensor.view(present.shape)))
     return choices
 
 

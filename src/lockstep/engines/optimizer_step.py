@@ -127,9 +127,11 @@ class DeviceLossScale:
         self._options = options
         self._device = device
         self._floor = options.min_loss_scale
-        self.scale, self._good_steps = self._number(2.0**options.initial_scale_power), self._number(0.0)
+        self.scale = self._number(2.0**options.initial_scale_power)
+        self._good_steps = self._number(0.0)
         self._hysteresis = self._full_hysteresis = self._number(options.hysteresis - 1)
-        self._half, self._one = self._number(0.5), self._number(1.0)
+        self._half = self._number(0.5)
+        self._one = self._number(1.0)
         self._pending: deque[_HostCopy] = deque()
 
     def _number(self, value: float) -> Tensor:
@@ -195,7 +197,8 @@ class DeviceLossScale:
         # Waits for the device, once, at a resume.
         scale = float(state["scaler/scale"])
         self._floor = min(self._options.min_loss_scale, scale)
-        self.scale, self._good_steps = self._number(scale), self._to_device(state["scaler/good_steps"])
+        self.scale = self._number(scale)
+        self._good_steps = self._to_device(state["scaler/good_steps"])
         if self._options.hysteresis > 1:
             self._hysteresis = self._to_device(state["scaler/spared"])
 

@@ -235,7 +235,11 @@ class _Builder:
 
 def _check_request(name: str, model: nn.Module, world: World, request: EngineRequest) -> None:
     """Raise ConfigError if the engine does not support the request, in this world or with this model."""
-    split = next((key for key, parameter in model.named_parameters() if is_dtensor(parameter)), None)
+    split = None
+    for key, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            split = key
+            break
     # A model that fsdp has sharded before, which returns here after the failure of a rank.
     if split and not hasattr(model, "reshard"):
         raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
@@ -286,7 +290,11 @@ def check_optimizer(name: str, optimizer: Optimizer, *, exact: bool) -> None:
     """
     known = {kind for entry in ENGINES.values() for kind in entry.refused}
     # The nearest base class decides, for a subclass of an optimizer.
-    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in known), "")
+    kind = ""
+    for base in type(optimizer).__mro__:
+        if base.__name__ in known:
+            kind = base.__name__
+            break
     if why := ENGINES[name].refused.get(kind):
         raise ConfigError(
             f"--engine {name} does not work with {type(optimizer).__name__}: {why}; use AdamW, or see docs/engines.md"

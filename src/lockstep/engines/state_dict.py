@@ -152,7 +152,10 @@ def forget(model: nn.Module, states: MutableMapping[Any, Any], state: Mapping[st
 
     The optimizer creates a state in the first step that gives them a gradient, as it would have without the restart.
     """
-    stepped = {name.rpartition("/")[0] for name in state if name.startswith("optimizer/")}
+    stepped = set()
+    for name in state:
+        if name.startswith("optimizer/"):
+            stepped.add(name.rpartition("/")[0])
     for name, parameter in model.named_parameters():
         if stepped and f"optimizer/{name}" not in stepped:
             states.pop(parameter, None)
@@ -203,7 +206,9 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
     inner = getattr(optimizer, "optim", optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append({k: v for k, v in group.items() if k != "params"})
     attributes = {}
     for name, value in vars(inner).items():
         if name not in ("state", "param_groups"):
@@ -255,7 +260,9 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     on_host = not _steps_in_parts(optimizer)
     locals_ = [local_of(parameter) for parameter in parameters]
     # Waits for the device, in a copy to the host.
-    before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]
+    before = []
+    for local in locals_:
+        before.append(local.to("cpu", copy=True) if on_host else local.clone())
     zeros = torch.zeros((), device=locals_[0].device if locals_ else None)
 
     def evaluate() -> Tensor:
@@ -300,7 +307,11 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], values: dict[str, Any]
         values: the parameter's state.
     """
     class_names = (class_name.__name__ for class_name in type(optimizer).__mro__)
-    initial = next((_INITIAL_VALUES[class_name] for class_name in class_names if class_name in _INITIAL_VALUES), {})
+    initial = {}
+    for class_name in class_names:
+        if class_name in _INITIAL_VALUES:
+            initial = _INITIAL_VALUES[class_name]
+            break
     for key, value in values.items():
         if isinstance(value, Tensor):
             start = initial.get(key, 0.0)
@@ -347,7 +358,8 @@ class Snapshot:
             for group, settings in groups:
                 for key in group.keys() - settings.keys() - {"params"}:
                     del group[key]
-                group.update({key: self._thaw(frozen) for key, frozen in settings.items()})
+                for key, frozen in settings.items():
+                    group[key] = self._thaw(frozen)
             optimizer.state.clear()
             for parameter, values in states.items():
                 optimizer.state[parameter] = self._thaw(values)

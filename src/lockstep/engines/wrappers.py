@@ -222,7 +222,9 @@ class Remade(ForwardingEngine):
         super().undo_step()
 
     def kinds(self) -> dict[str, str]:
-        unfrozen = {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in self._since.items()}
+        unfrozen = {}
+        for name, step in self._since.items():
+            unfrozen[f"model/{name}"] = f"{name}, {UNFROZEN} {step}"
         return unfrozen | super().kinds()
 
     # --- detect a change
@@ -240,13 +242,19 @@ class Remade(ForwardingEngine):
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
 
     def _names_now(self) -> list[str]:
-        return [name for name, flag in zip(self._names, self._flags(), strict=True) if flag]
+        names = []
+        for name, flag in zip(self._names, self._flags(), strict=True):
+            if flag:
+                names.append(name)
+        return names
 
     def _record_build(self) -> None:
         """Record what the engine was built with."""
         parameters = dict(self._plain.named_parameters())
-        self._names, self._parameters = [*parameters], [*parameters.values()]
-        self._built_flags, self._groups = self._flags(), self._group_ids()
+        self._names = [*parameters]
+        self._parameters = [*parameters.values()]
+        self._built_flags = self._flags()
+        self._groups = self._group_ids()
         self._trained = self._names_now()
         self._ever_trained |= dict.fromkeys(self._trained)
 
@@ -299,7 +307,11 @@ class Remade(ForwardingEngine):
                 f"{rank_label(self._world.rank)}: after step {self._steps} this rank {change}, but not every rank did: "
                 "make the same change on every rank, after the same step"
             ) from error
-        odd = next((rank for rank, report_of_rank in enumerate(reports) if report_of_rank != reports[0]), None)
+        odd = None
+        for rank, report_of_rank in enumerate(reports):
+            if report_of_rank != reports[0]:
+                odd = rank
+                break
         if odd is not None:
             actions = []
             for report_of_rank in (reports[0], reports[odd]):
@@ -324,12 +336,17 @@ class Remade(ForwardingEngine):
         if optimizer is not former:
             _carry_settings(former, optimizer)
         rule_changes = _rule_changes(former, optimizer)
-        drops = {names[key] for key in rule_changes if key in names}
+        drops = set()
+        for key in rule_changes:
+            if key in names:
+                drops.add(names[key])
         if not self._is_active:
             # These states were created only to be loaded into; the first step creates its own.
             former.state.clear()
         elif optimizer is not former:
-            optimizer.state.update({p: values for p, values in former.state.items() if id(p) not in rule_changes})
+            for p, values in former.state.items():
+                if id(p) not in rule_changes:
+                    optimizer.state[p] = values
         # The wrapper and the optimizer are reused; the engine itself must be freed before the next is built.
         del self.inner
         # Hooks form cycles of an engine and its parameters. DDP's reducer must be gone before the next one is made.
@@ -344,7 +361,10 @@ class Remade(ForwardingEngine):
         """Return the optimizer for the changed set. Raises LockstepError if none has it."""
         owned = _groups_by_parameter(former)
         trained = dict(zip(self._names, self._parameters, strict=True))
-        missing = [name for name in fresh if id(trained[name]) not in owned]
+        missing = []
+        for name in fresh:
+            if id(trained[name]) not in owned:
+                missing.append(name)
         optimizer = former
         if self._changes.again is not None:
             optimizer = self._changes.again(self._plain, former)
@@ -387,20 +407,20 @@ def _carry_settings(former: Optimizer, optimizer: Optimizer) -> None:
     """Give each group the changed settings of the former group that had its parameters."""
     changes: dict[int, dict[str, Any]] = {}
     for group, change in zip(former.param_groups, settings_of(former).changes(), strict=True):
-        changes |= {id(parameter): change for parameter in group["params"]}
-    settings_of(optimizer).load(
-        [
-            next((changes[id(parameter)] for parameter in group["params"] if id(parameter) in changes), {})
-            for group in optimizer.param_groups
-        ]
-    )
+        for parameter in group["params"]:
+            changes[id(parameter)] = change
+    # A group without former parameters changes nothing.
+    rows = []
+    for group in optimizer.param_groups:
+        rows.append(next((changes[id(parameter)] for parameter in group["params"] if id(parameter) in changes), {}))
+    settings_of(optimizer).load(rows)
 
 
 def _rule_changes(before: Optimizer, after: Optimizer) -> set[int]:
     """Return ids of parameters whose update rule changed (Muon, AdamW): their states do not fit."""
     old = _groups_by_parameter(before)
-    return {
-        key
-        for key, group in _groups_by_parameter(after).items()
-        if key in old and old[key].get("muon") != group.get("muon")
-    }
+    keys = set()
+    for key, group in _groups_by_parameter(after).items():
+        if key in old and old[key].get("muon") != group.get("muon"):
+            keys.add(key)
+    return keys

@@ -184,7 +184,11 @@ class Zero(BareEngine):
         for group in self._plain.param_groups:
             if group["params"]:
                 plain[id(group["params"][0])] = group
-        return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
+        groups = []
+        for group in self._zero.param_groups:
+            if group["params"]:
+                groups.append((group, plain[id(group["params"][0])]))
+        return groups
 
     def switch(self, name: str) -> None:
         """Call `eval` or `train` of the optimizer on each owner. Collective.
@@ -206,9 +210,15 @@ class Zero(BareEngine):
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
-        state = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
-        local = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
-        described = {name: [*_describe(value), self._world.rank] for name, value in local.items()}
+        state = {}
+        for name, tensor in self._module.state_dict().items():
+            state[f"model/{name}"] = tensor
+        local = {}
+        for name, key, value in self._own_states():
+            local[f"optimizer/{name}/{key}"] = value
+        described = {}
+        for name, value in local.items():
+            described[name] = [*_describe(value), self._world.rank]
         # All ranks: only the owner of a state knows its dtype and shape.
         for states_of_rank in self._world.gather(described):  # collective
             for name, (dtype, shape, device_type, owner) in states_of_rank.items():
@@ -309,7 +319,11 @@ class Zero(BareEngine):
 
 def _check_memory(trained: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that their owners cannot send by themselves."""
-    gaps = next((name for name, p in trained.items() if has_gaps(p)), None)
+    gaps = None
+    for name, p in trained.items():
+        if has_gaps(p):
+            gaps = name
+            break
     if gaps is not None:
         raise ConfigError(
             f"--engine zero cannot send {gaps}, a view with other numbers between its own; make it contiguous, or use "
@@ -350,7 +364,9 @@ def _copy_settings(source: dict[str, Any], target: dict[str, Any]) -> None:
 
     `names` belong to the user's group alone.
     """
-    target.update({key: value for key, value in source.items() if key not in ("params", "names")})
+    for key, value in source.items():
+        if key not in ("params", "names"):
+            target[key] = value
 
 
 def _owner(tensor: Tensor) -> int | None:
@@ -372,11 +388,16 @@ def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
 
     Drops `names`, which would be wrong for a part of a group.
     """
-    groups = [{key: value for key, value in group.items() if key != "names"} for group in optimizer.param_groups]
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({key: value for key, value in group.items() if key != "names"})
     # Group by group, torch gives each parameter to the least loaded rank. The group with the largest parameter comes
     # first, so that the others even out the loads.
     groups.sort(key=lambda group: -max((p.numel() for p in group["params"]), default=0))
     # torch stores a key in the defaults of AdamW that its constructor does not take.
     takes = signature(type(optimizer)).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}
+    defaults = {}
+    for key, value in optimizer.defaults.items():
+        if key in takes:
+            defaults[key] = value
     return ZeroRedundancyOptimizer(groups, type(optimizer), **defaults)

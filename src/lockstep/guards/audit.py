@@ -118,7 +118,8 @@ class Recomputer:
         self._pending = {}
         # Parameters may have been frozen or unfrozen since the last step.
         self._trained = _trainable_parameters(self._model)
-        self._start_state, self._state = _StateCopy(self._model, self._task), _digest_state(self._model, self._task)
+        self._start_state = _StateCopy(self._model, self._task)
+        self._state = _digest_state(self._model, self._task)
 
     @contextmanager
     def watched(self, batch: MicroBatch) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -311,7 +312,11 @@ def named(names: list[str]) -> str:
 
 
 def _trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameters[name] = parameter
+    return parameters
 
 
 # --- majority vote
@@ -339,16 +344,28 @@ def judged(by_rank: Sequence[Sequence[str]]) -> VoteVerdict:
     Args:
         by_rank: by rank, its result each time; empty if it took no part.
     """
-    took_part = [rank for rank, results in enumerate(by_rank) if results]
-    unsteady = [rank for rank in took_part if len(set(by_rank[rank])) > 1]
-    steady = {rank: by_rank[rank][0] for rank in took_part if rank not in unsteady}
+    took_part = []
+    for rank, results in enumerate(by_rank):
+        if results:
+            took_part.append(rank)
+    unsteady = []
+    for rank in took_part:
+        if len(set(by_rank[rank])) > 1:
+            unsteady.append(rank)
+    steady = {}
+    for rank in took_part:
+        if rank not in unsteady:
+            steady[rank] = by_rank[rank][0]
     if len(unsteady) > 1 and 2 * len(unsteady) >= len(took_part):
         return VoteVerdict(unsteady, EVERYBODY)
     common, count = Counter(steady.values()).most_common(1)[0] if steady else ("", 0)
     if len(set(steady.values())) > 1:
         if 2 * count <= len(steady):
             return VoteVerdict(took_part, ONE_OF_TWO if len(took_part) == 2 else EVERYBODY)
-        odd = [rank for rank, result in steady.items() if result != common]
+        odd = []
+        for rank, result in steady.items():
+            if result != common:
+                odd.append(rank)
         return VoteVerdict(sorted(unsteady + odd), BY_OTHERS)
     return VoteVerdict(unsteady, BY_ITSELF)
 
@@ -409,7 +426,8 @@ def audited(
             offsets = [0] * bool(count)
         else:
             offsets = [(begin + k) % size for k in range(count)]
-        chosen += [Audited((owner - shift) % len(runs), start + offset) for offset in offsets]
+        for offset in offsets:
+            chosen.append(Audited((owner - shift) % len(runs), start + offset))
     return chosen
 
 
@@ -448,7 +466,8 @@ class Audit:
         # Set once forwards change state that affects the next forward. Then only a step's first micro-batch starts from
         # a known state.
         self._first_only = False
-        self._step, self._plan = -1, list[Audited]()
+        self._step = -1
+        self._plan = list[Audited]()
         self._stream: Generator[tuple[int, MicroBatch], None, None] | None = None
         # Digests of this rank's recomputations that differ.
         self._odd: dict[int, dict[str, str]] = {}
@@ -462,7 +481,8 @@ class Audit:
         It yields a function that is called with the loss between the two.
         """
         if step != self._step:
-            self._step, self._plan = step, self._plan_step(step)
+            self._plan = self._plan_step(step)
+            self._step = step
             if self._plan:
                 self._again.begin()
         if batch.weight and any(batch.index == entry.micro for entry in self._plan):
@@ -556,7 +576,10 @@ class Audit:
     def _own_audits(self, start: int, first: int) -> Iterator[tuple[int, int]]:
         """Yield what this rank recomputes, from micro-batch `first` of step `start` on."""
         for step in range(start, self._batches.step_plan.steps):
-            micro_batches = [entry.micro for entry in self._plan_step(step) if entry.auditor == self._world.rank]
+            micro_batches = []
+            for entry in self._plan_step(step):
+                if entry.auditor == self._world.rank:
+                    micro_batches.append(entry.micro)
             yield from (
                 (step, micro)
                 for micro in (micro_batches[micro_batches.index(first) :] if step == start else micro_batches)
@@ -575,7 +598,9 @@ class Audit:
 
     def _describe_fault(self, step: int, disputed: Audited, owner: int, result: Recomputation) -> str:
         """Describe the faulty device in one line. Collective: every rank recomputes the micro-batch."""
-        parameters = {f"model/{name}": p.detach() for name, p in self._model.named_parameters()}
+        parameters = {}
+        for name, p in self._model.named_parameters():
+            parameters[f"model/{name}"] = p.detach()
         # All ranks: different parameters would explain the difference without a faulty device.
         desync.check(parameters, self._world, step)  # collective
         before = (self._again.own(disputed.micro), self._odd.get(disputed.micro))
@@ -638,7 +663,10 @@ class Audit:
         return named([name for name in self._again.names if odd.get(name) != usual.get(name)])
 
     def _last_match(self, ranks: list[int]) -> str:
-        steps = [self._last_matched[rank] for rank in ranks if rank in self._last_matched]
+        steps = []
+        for rank in ranks:
+            if rank in self._last_matched:
+                steps.append(self._last_matched[rank])
         if len(steps) == len(ranks):
             when = f"in step {min(steps) + 1}"
         else:

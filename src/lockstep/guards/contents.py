@@ -137,7 +137,10 @@ def first_difference(before: Mapping[str, Digest | None], now: Mapping[str, Dige
     for label in both:
         if not any(map(_has_failed, (before[label], now[label]))):
             readable.append(label)
-    return next((label for label in readable if not alike(before[label], now[label])), "")
+    for label in readable:
+        if not alike(before[label], now[label]):
+            return label
+    return ""
 
 
 def _has_failed(found: Digest | None) -> bool:
@@ -154,7 +157,10 @@ def _compare(ranks: list[Any]) -> list[str]:
         if odd:
             hosts = ", ".join(sorted({ranks[rank][0] for rank in odd})[:4])
             numbers = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
-            errors = [each[0] for each in (reference, ranks[odd[0]][1][label]) if _has_failed(each)]
+            errors = []
+            for each in (reference, ranks[odd[0]][1][label]):
+                if _has_failed(each):
+                    errors.append(each[0])
             raise DifferenceError(
                 f"before step 1: rank{'s' * (len(odd) > 1)} {numbers} on {hosts} {'have' if len(odd) > 1 else 'has'} "
                 f"another {label} than rank 0 on {host}{' (on one it ' + errors[0] + ')' if errors else ''}; give "
@@ -165,10 +171,12 @@ def _compare(ranks: list[Any]) -> list[str]:
     for each in first.values():
         if each:
             kinds.update(each[2])
-    return [
-        *(f"{label}: two readings differ, so ranks and resumes are not compared" for label in sorted(unsteady)),
-        *(f"samples contain {kind}, which is not compared" for kind in sorted(kinds)),
-    ]
+    notes = []
+    for label in sorted(unsteady):
+        notes.append(f"{label}: two readings differ, so ranks and resumes are not compared")
+    for kind in sorted(kinds):
+        notes.append(f"samples contain {kind}, which is not compared")
+    return notes
 
 
 def alike(first: Digest | None, second: Digest | None) -> bool:

@@ -85,13 +85,16 @@ class Digests:
 
     def read(self) -> dict[str, str]:
         """Return name -> 16 hexadecimal digits, in the order of `add`."""
-        waiting = [digest for digest in self._digests.values() if isinstance(digest, Tensor)]
+        waiting = []
+        for digest in self._digests.values():
+            if isinstance(digest, Tensor):
+                waiting.append(digest)
         # Waits for the device, once for all tensors.
         numbers = iter(torch.stack(waiting).tolist() if waiting else ())
-        return {
-            name: digest if isinstance(digest, str) else f"{next(numbers) & ((1 << 64) - 1):016x}"
-            for name, digest in self._digests.items()
-        }
+        digests = {}
+        for name, digest in self._digests.items():
+            digests[name] = digest if isinstance(digest, str) else f"{next(numbers) & ((1 << 64) - 1):016x}"
+        return digests
 
 
 def of_digests(digests: dict[str, str]) -> str:
@@ -275,10 +278,9 @@ def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Ho
 
 def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
     """Return the mesh's ranks that differ from `at` only in replicated dimensions."""
-    same = [
-        slice(None) if type(placement).__name__ == "Replicate" else i
-        for placement, i in zip(placements, at, strict=True)
-    ]
+    same = []
+    for placement, i in zip(placements, at, strict=True):
+        same.append(slice(None) if type(placement).__name__ == "Replicate" else i)
     return sorted(ranks[tuple(same)].reshape(-1).tolist())
 
 
@@ -296,7 +298,11 @@ def _differing(gathered: list[list[list[Any]]]) -> set[str]:
         for key, size, digest in digests_of_rank:
             values.setdefault(key, set()).add(digest)
             missing[key] = missing.get(key, size) - 1
-    return {key for key, digests in values.items() if len(digests) > 1 or missing[key]}
+    keys = set()
+    for key, digests in values.items():
+        if len(digests) > 1 or missing[key]:
+            keys.add(key)
+    return keys
 
 
 def _describe(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, str]) -> str:
@@ -307,10 +313,11 @@ def _describe(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, 
         more = f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
         ranks_text = _describe_odd_ranks(dict(odd)[name])
         return f"after step {step} {ranks_text} in {_tensor_label(name, kinds)}{more}; {cause}"
-    few = next(
-        (name for name in names if len({repr(tensors_of_rank.get(name, [""])[0]) for tensors_of_rank in ranks}) > 1),
-        "in number",
-    )
+    few = "in number"
+    for candidate in names:
+        if len({repr(tensors_of_rank.get(candidate, [""])[0]) for tensors_of_rank in ranks}) > 1:
+            few = candidate
+            break
     return f"after step {step} the replicas have different tensors, beginning with {few}; start all ranks alike"
 
 
@@ -331,7 +338,10 @@ def _cause(odd: list[str], kinds: Mapping[str, str]) -> tuple[str, str]:
     overwritten = overwritten or [n for n in odd if n in kinds and UNFROZEN not in kinds[n]]
     if overwritten:
         return overwritten[0], _WRITTEN_ADVICE
-    weights = [name for name in odd if name.startswith("model/")]
+    weights = []
+    for name in odd:
+        if name.startswith("model/"):
+            weights.append(name)
     if weights and all(name in kinds for name in weights):
         return weights[0], _UNFROZEN_ADVICE
     return odd[0], _MEMORY_ADVICE
@@ -362,7 +372,10 @@ def _differing_ranks(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, 
     for rank, tensors_of_rank in enumerate(ranks):
         if name in tensors_of_rank:
             by_part.setdefault(repr(tensors_of_rank[name][0]), {})[rank] = tensors_of_rank[name][1]
-    return next((values for values in by_part.values() if len(set(values.values())) > 1), {})
+    for values in by_part.values():
+        if len(set(values.values())) > 1:
+            return values
+    return {}
 
 
 def _describe_odd_ranks(values: dict[int, str]) -> str:

@@ -57,8 +57,13 @@ class LossParameters:
             return
 
         def note(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            tensors = [output_leaf for output_leaf in pytree.tree_leaves(outputs) if isinstance(output_leaf, Tensor)]
-            self._outputs |= {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+            tensors = []
+            for output_leaf in pytree.tree_leaves(outputs):
+                if isinstance(output_leaf, Tensor):
+                    tensors.append(output_leaf)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    self._outputs.add(tensor.grad_fn)
 
         hook = self._model.register_forward_hook(note)
         try:
@@ -70,8 +75,12 @@ class LossParameters:
         """Collect a loss's leaves that are neither the model's nor the batch's."""
         known = {id(parameter) for parameter in self._model.parameters()}
         known |= {id(p) for model in self._task.fixed_models.values() for p in model.parameters()}
-        known |= {id(input_leaf) for input_leaf in pytree.tree_leaves(batch)}
-        leaves = [leaf for leaf in self._search(loss) if id(leaf) not in known]
+        for input_leaf in pytree.tree_leaves(batch):
+            known.add(id(input_leaf))
+        leaves = []
+        for leaf in self._search(loss):
+            if id(leaf) not in known:
+                leaves.append(leaf)
         # Weak references: a leaf that belongs to the loss alone is gone after the backward.
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         self._outputs = set()
@@ -82,7 +91,10 @@ class LossParameters:
         A leaf that the loss made for itself, such as the factor of a gradient penalty, is gone with its graph. One that
         an optimizer in the task's attributes has (a critic's) is trained by the task itself.
         """
-        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        leaves = []
+        for ref in self._leaves:
+            if (leaf := ref()) is not None:
+                leaves.append(leaf)
         self._leaves = []
         if not leaves:
             return
@@ -116,13 +128,17 @@ class LossParameters:
             visited.add(node)
             if hasattr(node, "variable"):
                 yield node.variable
-            queue += [following for following, _ in node.next_functions]
+            for following, _ in node.next_functions:
+                queue.append(following)
 
 
 def _optimized(owner: Any) -> set[int]:
     """Return the ids of what the optimizers in the attributes of a task train."""
     values = vars(owner).values() if hasattr(owner, "__dict__") else ()
-    optimizers = [value for value in values if isinstance(value, Optimizer)]
+    optimizers = []
+    for value in values:
+        if isinstance(value, Optimizer):
+            optimizers.append(value)
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -137,7 +153,9 @@ def _own_tensors(owner: Any) -> Iterator[tuple[int, str]]:
                 yield id(parameter), f"task.{name}.{path}"
             continue
         if isinstance(value, list | tuple):
-            entries = [(f"task.{name}[{index}]", member) for index, member in enumerate(value)]
+            entries = []
+            for index, member in enumerate(value):
+                entries.append((f"task.{name}[{index}]", member))
         elif isinstance(value, dict):
             entries = [(f"task.{name}[{key!r}]", member) for key, member in value.items()]
         else:

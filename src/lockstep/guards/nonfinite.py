@@ -141,7 +141,11 @@ class DeferredReader:
 
 def floats(values: Sequence[Tensor | float]) -> list[float]:
     """Return the values on the host. Waits for the device, once."""
-    device_type = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
+    device_type = ""
+    for v in values:
+        if isinstance(v, Tensor) and v.device.type != "cpu":
+            device_type = v.device.type
+            break
     host, tensors = _split(values, device_type)
     # Waits for the device, once for all values.
     return _merge_values(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
@@ -172,13 +176,18 @@ def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | 
     on_device = []
     for value in values:
         on_device.append(isinstance(value, Tensor) and value.device.type == device)
-    host = [None if away else float(value) for value, away in zip(values, on_device, strict=True)]
+    host = []
+    for value, away in zip(values, on_device, strict=True):
+        host.append(None if away else float(value))
     return host, [value for value, away in zip(values, on_device, strict=True) if away and isinstance(value, Tensor)]
 
 
 def _merge_values(host: list[float | None], read: list[float]) -> list[float]:
     device_values = iter(read)
-    return [next(device_values) if value is None else value for value in host]
+    values = []
+    for value in host:
+        values.append(next(device_values) if value is None else value)
+    return values
 
 
 # --- skipped steps
@@ -207,7 +216,10 @@ class Skips:
     def __init__(
         self, path: Path, limit: int, world: World, plan: dict[str, Any], steps: list[int] | None = None
     ) -> None:
-        self._path, self._limit, self._world, self._plan = path, limit, world, _digest_of(plan)
+        self._path = path
+        self._limit = limit
+        self._world = world
+        self._plan = _digest_of(plan)
         if steps is None:
             # All ranks, at the start: every rank must skip the same steps.
             steps = world.gather(read_skips(path, plan) if world.is_main else [])[0]  # collective
@@ -332,7 +344,11 @@ def _first_nonfinite(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: 
 
 
 def _modules(plain: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in plain.named_modules() if not name.endswith("_checkpoint_wrapped_module")]
+    modules = []
+    for name, module in plain.named_modules():
+        if not name.endswith("_checkpoint_wrapped_module"):
+            modules.append((name, module))
+    return modules
 
 
 def _is_finite(value: Any) -> bool:

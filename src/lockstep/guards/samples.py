@@ -53,7 +53,9 @@ class RetryingDataset(Dataset[Any]):
         self.counts: Tensor = shared_zeros(2)
         # The skipped samples, each plus 1, since 0 marks a free entry.
         self._skipped: Tensor = shared_zeros(max(1, self._skips))
-        self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
+        self.draws_random = draws(inner)
+        self.collation_draws = collate_draws(inner)
+        self.known_rows = rows_of(inner)
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = self._many
 

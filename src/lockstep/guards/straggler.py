@@ -71,7 +71,9 @@ class Straggler:
     def _find_slow_rank(self, heard: list[list[BusySeconds]], step: int) -> str:
         slowest = None
         for activity in _KINDS:
-            seconds = [median(getattr(vitals[rank], activity) for vitals in heard) for rank in range(len(heard[0]))]
+            seconds = []
+            for rank in range(len(heard[0])):
+                seconds.append(median(getattr(vitals[rank], activity) for vitals in heard))
             slow = max(range(len(seconds)), key=seconds.__getitem__)
             # The median of the others, so that one more slow rank does not hide this one.
             others_median = median(value for rank, value in enumerate(seconds) if rank != slow)

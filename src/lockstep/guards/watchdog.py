@@ -112,7 +112,9 @@ class Heartbeats:
         keys = [f"{self.keys}/at/{rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return []
-        steps = [int(heartbeat.partition(b" ")[0]) for heartbeat in self.store.multi_get(keys)]
+        steps = []
+        for heartbeat in self.store.multi_get(keys):
+            steps.append(int(heartbeat.partition(b" ")[0]))
         return [rank for rank, at in enumerate(steps) if at > step]
 
 
@@ -269,7 +271,8 @@ class Inquiry:
         self._keys = world.name("watch")
         self.heartbeats = self.connect(timedelta(seconds=world.timeout))
         self.called = False
-        self._calling, self._answering = threading.Lock(), threading.Lock()
+        self._calling = threading.Lock()
+        self._answering = threading.Lock()
         self._verdict = ""
         self._has_answered = False
 
@@ -381,7 +384,10 @@ class Inquiry:
         )
 
     def _describe_missing(self, answers: dict[int, dict[str, Any]], heartbeats: Heartbeats) -> str:
-        missing = [rank for rank in range(self._world.size) if rank not in answers]
+        missing = []
+        for rank in range(self._world.size):
+            if rank not in answers:
+                missing.append(rank)
         if missing:
             return " and ".join(
                 f"{rank_label(rank)} did not arrive{self._last_position(rank, heartbeats)}" for rank in missing[:8]

@@ -106,7 +106,10 @@ def reap_orphans(children: Iterable[Child]) -> None:
         children: processes whose exit codes are still needed; their own `poll` reaps them.
     """
     # A Popen reaps its own process. Reaping it here would lose the exit code that its owner still needs.
-    waiting = {child.pid: child for child in children if child.returncode is None}
+    waiting = {}
+    for child in children:
+        if child.returncode is None:
+            waiting[child.pid] = child
     while (pid := _next_ended()) is not None:
         if pid not in waiting:
             os.waitpid(pid, os.WNOHANG)
@@ -237,7 +240,8 @@ class _Agent(LocalElasticAgent):
         self._failure: ProcessFailure | None = None
         # Failures that led to restarts: a repeated one is not restarted.
         self._restart_failures: list[ProcessFailure] = []
-        self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
+        self._oom_kills = count_oom_kills()
+        self._oom_check_time = time.monotonic()
         # Why a loss ended the other processes too.
         self._end_reason = ""
         # Names of the processes, by local rank.
@@ -384,7 +388,11 @@ class _Agent(LocalElasticAgent):
     def _processes(self) -> dict[int, "subprocess.Popen[bytes]"]:
         # torch keeps the handles of the processes in `subprocess_handlers`, the same since torch 2.11.
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return {rank: handler.proc for rank, handler in handlers.items() if rank not in self._spared}
+        running = {}
+        for rank, handler in handlers.items():
+            if rank not in self._spared:
+                running[rank] = handler.proc
+        return running
 
     def _reap(self) -> None:
         children = []
@@ -405,7 +413,8 @@ class _Agent(LocalElasticAgent):
         # Count the kernel's kills only while nothing has failed, so that a kill shows as an increase.
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._oom_check_time > 2.0:
-            self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
+            self._oom_kills = count_oom_kills()
+            self._oom_check_time = time.monotonic()
         if self._membership and self._continue_without(self._membership, worker_group):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
@@ -559,7 +568,10 @@ class _Agent(LocalElasticAgent):
             for local, process in processes.items():
                 if self._has_failed(local, code := process.poll()):
                     ends.setdefault(local, (code or 0, time.time()))
-            running = [process for process in processes.values() if process.poll() is None]
+            running = []
+            for process in processes.values():
+                if process.poll() is None:
+                    running.append(process)
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
             # A stopped process does not end by itself, so do not wait for it.
             if all(_is_stopped(process.pid) for process in running):

@@ -350,7 +350,10 @@ def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, in
 
 
 def _settings(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    pairs = []
+    for pair in text.split(","):
+        if pair:
+            pairs.append(pair.partition("="))
     if any(not equals or not key for key, equals, _ in pairs):
         raise ConfigError(f"--rdzv-conf is '{text}': it must be KEY=VALUE,...")
     return {key: value for key, _, value in pairs}
@@ -375,7 +378,11 @@ def _environment(processes: int, host: str, exact: bool) -> dict[str, str]:
         **torch_variables(processes, os.environ),
     }
     # Linux names the loopback interface lo, macOS lo0.
-    loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
+    loopback = None
+    for name in ("lo", "lo0"):
+        if Path("/sys/class/net", name).exists():
+            loopback = name
+            break
     if host:
         choose_interface(host, variables if _INTERFACE not in os.environ else os.environ)
     elif loopback:

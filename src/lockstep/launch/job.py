@@ -157,7 +157,10 @@ def create_log_folder(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    new = []
+    for path in (folder, *folder.parents):
+        if not path.exists():
+            new.append(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -438,7 +438,12 @@ def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
     for name in ("nproc_per_node", "node_rank", "master_port", "max_restarts"):
         if values[name] and not (values[name].isascii() and values[name].isdigit()):
             raise ConfigError(f"the environment variable PET_{name.upper()} is '{values[name]}': it must be a number")
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
+    # Without a flag torchrun uses its own default.
+    options = []
+    for name, value in values.items():
+        if value:
+            options.append(f"--{name.replace('_', '-')}={value}")
+    return options
 
 
 def _count_devices(kind: str) -> int:

@@ -50,7 +50,8 @@ class Link:
         self._connection = connection
         self._incoming = b""
         self._outgoing = b""
-        self.is_open, self.opened = True, time.monotonic()
+        self.is_open = True
+        self.opened = time.monotonic()
         self.heard = self.opened
         self.number = ""
         if not is_server:
@@ -58,7 +59,8 @@ class Link:
             self._outgoing = f"{self.number}\n".encode()
 
     def _meet(self, number: str) -> None:
-        self.number, self._secret = number, self._secret.derive(f"connection {number}")
+        self.number = number
+        self._secret = self._secret.derive(f"connection {number}")
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, now or with the next call."""

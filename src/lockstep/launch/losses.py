@@ -164,7 +164,10 @@ class Membership:
         """
         time_now = self._now()
         # A cause with a final code fails on the others too, so it is no loss: it ends the run.
-        errors = [failure for failure in ended.values() if failure.code in FINAL_CODES]
+        errors = []
+        for failure in ended.values():
+            if failure.code in FINAL_CODES:
+                errors.append(failure)
         if errors or (ended and not living) or self._is_starting(ended):
             self.fatal = first_failure(errors or ended.values())
             if living and self.fatal.follows and self._waits_for_cause(time_now):
@@ -300,7 +303,10 @@ class Membership:
     def _announce(self, survivors: list[str], reports: dict[str, LeaveReport], new: dict[str, LeaveReport]) -> str:
         plan = reports[survivors[0]].plan
         # A new process must have the same configuration, data and code as the members.
-        refused = [name for name, report in new.items() if report.plan != plan]
+        refused = []
+        for name, report in new.items():
+            if report.plan != plan:
+                refused.append(name)
         fresh = self._whole(name for name in new if name not in refused)
         for name in refused:
             self.refused.append(name)
@@ -336,7 +342,11 @@ class Membership:
         if not self._lost and not self._doomed and living.issuperset(self.members):
             return self.members
         leaving = self._lost.keys() | self._doomed.keys()
-        return [name for name in self.members if name in living and name not in leaving]
+        names = []
+        for name in self.members:
+            if name in living and name not in leaving:
+                names.append(name)
+        return names
 
     def _replica(self, name: str) -> int:
         """Return the number of a process's replica; its successor's is the same."""

@@ -578,7 +578,8 @@ class Follower:
         self._folder = folder
         self._secret = job.run_secret
         self._say = say
-        self._label, self._patience = job.node_rank, join_seconds(job)
+        self._label = job.node_rank
+        self._patience = join_seconds(job)
         self._link: Link | None = None
         self._new: list[str] = []
         self._end = self._lost = ""
@@ -817,12 +818,19 @@ def _exchange(group: Any, own: dict[str, Any] | None, secret: Secret) -> dict[st
 
 def _progress(folder: Path) -> RankProgress | None:
     """Return the progress of this node's most advanced rank."""
-    places = [RankProgress.read(path) for path in folder.iterdir() if path.name.isdigit()]
+    places = []
+    for path in folder.iterdir():
+        if path.name.isdigit():
+            places.append(RankProgress.read(path))
     return max((place for place in places if place), key=lambda place: place.step, default=None)
 
 
 def _of(slots: set[str], names: list[str]) -> list[str]:
-    return [name for name in names if name.partition(".")[0] in slots]
+    inside = []
+    for name in names:
+        if name.partition(".")[0] in slots:
+            inside.append(name)
+    return inside
 
 
 def _values(failure: ProcessFailure) -> dict[str, Any]:

@@ -270,7 +270,9 @@ def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, fol
     if not any(key in values for key in _CORE_OPTIONS):
         options["exclusive"] = ""
     requested = {"time": args.time, "partition": args.partition, "array": args.seeds}
-    options |= {key: value for key, value in requested.items() if value}
+    for key, value in requested.items():
+        if value:
+            options[key] = value
     limit = _seconds(args.time) if args.time else 0
     # USR1 goes to the job's processes so many seconds before the time limit, and makes the run save.
     options["signal"] = f"USR1@{min(_SIGNAL_SECONDS, limit // 5) if limit else _SIGNAL_SECONDS}"
@@ -278,8 +280,16 @@ def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, fol
     options["open-mode"] = "append"
     options["chdir"] = str(Path.cwd())
     options["output"] = f"{folder}/{'%A' if args.seeds else '%j'}.out"
-    dropped = [key for key, value in values.items() if not value and options.get(key)]
-    return {key: value for key, value in {**options, **values}.items() if key not in dropped}
+    # A flag with an empty value removes the option of that name.
+    dropped = []
+    for key, value in values.items():
+        if not value and options.get(key):
+            dropped.append(key)
+    settings = {}
+    for key, value in {**options, **values}.items():
+        if key not in dropped:
+            settings[key] = value
+    return settings
 
 
 def _fill(
@@ -298,7 +308,10 @@ def _fill(
             text = Path(args.slurm).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--slurm {args.slurm}: cannot read the template: {error}") from error
-        holes = {name: values[name] for name in _HOLE.findall(text) if name in values}
+        holes = {}
+        for name in _HOLE.findall(text):
+            if name in values:
+                holes[name] = values[name]
     lines = []
     for key, value in options.items():
         lines.append(f"#SBATCH --{key}" + (f"={_quote(value)}" if value else ""))
@@ -310,7 +323,10 @@ def _fill(
         "options": "\n".join(line for line in lines if line.partition("--")[2].partition("=")[0] not in holes),
         "script": shlex.quote(str(script)),
     } | holes
-    missing = [name for name in dict.fromkeys(_HOLE.findall(text)) if name not in holes]
+    missing = []
+    for name in dict.fromkeys(_HOLE.findall(text)):
+        if name not in holes:
+            missing.append(name)
     if missing:
         names = ", ".join(f"@{{{name}}}" for name in missing)
         raise ConfigError(f"--slurm {args.slurm}: no value for {names}; add --set {missing[0]}=VALUE")

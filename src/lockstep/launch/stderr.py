@@ -101,7 +101,8 @@ class _Reader:
     """The launcher's place in a rank's file."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._file = path, path.open("rb", buffering=0)
+        self._path = path
+        self._file = path.open("rb", buffering=0)
         # Rank 0's lines have no label, as in the log.
         self._label = f"{rank_label(rank)}: ".encode() if rank else b""
         self._rest = b""

@@ -56,7 +56,9 @@ class Ticker:
     """
 
     def __init__(self, tick: Callable[[], None], seconds: float) -> None:
-        self._tick, self._seconds, self._over = tick, seconds, threading.Event()
+        self._tick = tick
+        self._seconds = seconds
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-progress", daemon=True)
         self._thread.start()
 
@@ -159,7 +161,11 @@ def _numbers_of(record: Mapping[str, Any], items: str) -> list[str]:
         ("items_per_second", lambda value: f"{count_text(value)} {items}/s"),
         ("memory", bytes_text),
     )
-    return [text(record[name]) for name, text in formats if record.get(name) is not None]
+    numbers = []
+    for name, text in formats:
+        if record.get(name) is not None:
+            numbers.append(text(record[name]))
+    return numbers
 
 
 def _losses(record: Mapping[str, Any], loss: float) -> str:
@@ -184,13 +190,17 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, seconds_left: flo
         return "  ".join([*parts, "evaluation " + "  ".join(f"{name} {text}" for name, text in numbers)])
     # A record with the caller's own numbers, which may have any name.
     if "running_loss" not in record:
-        numbers_of_caller = {name: value for name, value in record.items() if name != "global_step"}
+        numbers_of_caller = {}
+        for name, value in record.items():
+            if name != "global_step":
+                numbers_of_caller[name] = value
         return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in numbers_of_caller.items())])
     epochs = _epochs(record)
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += _numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
-    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in _task_names(record)]
+    for name in _task_names(record):
+        parts.append(f"{name.removeprefix('train/')} {record[name]:.5g}")
     parts += [f"{duration_text(seconds_left)} left"] if seconds_left else []
     return "  ".join(parts)
 
@@ -244,8 +254,12 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
         for name in record:
             if name.startswith(f"evaluation/{prefix}"):
                 names_in_set.append(name.removeprefix(f"evaluation/{prefix}"))
-        metrics = [name for name in names_in_set if name not in ("loss", "items")]
-        numbers += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
+        metrics = []
+        for name in names_in_set:
+            if name not in ("loss", "items"):
+                metrics.append(name)
+        for name in metrics:
+            numbers.append((f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}"))
     return numbers
 
 
@@ -255,7 +269,11 @@ def _sets(record: Mapping[str, Any]) -> list[str]:
     for name in record:
         if name.endswith("/items") and name != "evaluation/items":
             counted.append(name.removesuffix("/items"))
-    return [name.removeprefix("evaluation/") for name in counted if f"{name}/loss" in record]
+    sets = []
+    for name in counted:
+        if f"{name}/loss" in record:
+            sets.append(name.removeprefix("evaluation/"))
+    return sets
 
 
 def _epochs(record: Mapping[str, Any]) -> float | None:
@@ -308,7 +326,9 @@ class Console:
         stream: TextIO | None = None,
         interactive: bool | None = None,
     ) -> None:
-        self._steps, self._step, self._items = steps, start, printable(mask(items))
+        self._steps = steps
+        self._step = start
+        self._items = printable(mask(items))
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
         self._activity: list[str] = []
@@ -444,7 +464,8 @@ class Console:
             pairs = []
         lines = [str(path) for path in files] if not pairs else []
         margin = max((len(name) for name, _ in pairs), default=0)
-        lines += [f"{name:<{margin}}  {path}" for name, path in pairs]
+        for name, path in pairs:
+            lines.append(f"{name:<{margin}}  {path}")
         if lines:
             self._page.paragraph(lines[0])
         for line in lines[1:]:

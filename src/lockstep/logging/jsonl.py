@@ -138,7 +138,11 @@ def each(path: Path, having: str) -> Iterator[dict[str, Any]]:
 
 def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     parsed = [_parse(line) for line in lines]
-    return [{name: _number(value) for name, value in record.items()} for record in parsed if record is not None]
+    records = []
+    for record in parsed:
+        if record is not None:
+            records.append({name: _number(value) for name, value in record.items()})
+    return records
 
 
 def plain(value: Any) -> Any:

@@ -57,7 +57,10 @@ def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
 def close_log() -> None:
     """Undo `open_log`: close the files and restore the logger. Safe to call twice."""
     logger = logging.getLogger("lockstep")
-    handlers = [handler for handler in logger.handlers if isinstance(handler, _File | _Stderr)]
+    handlers = []
+    for handler in logger.handlers:
+        if isinstance(handler, _File | _Stderr):
+            handlers.append(handler)
     for handler in handlers:
         logger.removeHandler(handler)
         handler.close()
@@ -86,9 +89,11 @@ class _FileLines(logging.Formatter):
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         lines = [_message_of(record)]
         if record.exc_info:
-            lines += [printable(line) for line in mask(self.formatException(record.exc_info)).split("\n")]
+            for line in mask(self.formatException(record.exc_info)).split("\n"):
+                lines.append(printable(line))
         if record.stack_info:
-            lines += [printable(line) for line in mask(record.stack_info).split("\n")]
+            for line in mask(record.stack_info).split("\n"):
+                lines.append(printable(line))
         return "\n".join(f"{when} rank {self._rank} {record.levelname} {line}" for line in lines)
 
 

@@ -79,7 +79,9 @@ class MLflow:
         is_named = active or api.is_tracking_uri_set() or any(map(os.environ.get, _IDS))
         uri = mlflow.get_tracking_uri() if is_named else self._local_uri
         client = mlflow.MlflowClient(tracking_uri=uri)
-        tags = {name: mask(value) for name, value in resolve_tags({_RUN_TAG: self._run_id}).items()}
+        tags = {}
+        for name, value in resolve_tags({_RUN_TAG: self._run_id}).items():
+            tags[name] = mask(value)
         target = _Target(client, active.info.run_id if active else "", tags, is_local=uri == self._local_uri)
         self._thread = threading.Thread(target=self._work, args=(target, info), daemon=True, name="mlflow")
         self._thread.start()
@@ -187,7 +189,10 @@ def _log_params(client: Any, run: str, info: dict[str, Any]) -> None:
     data = client.get_run(run).data
     # In the program's own run, plain names may belong to the program's parameters.
     prefix = "" if _RUN_TAG in data.tags else "lockstep."
-    params = [param for param in _params(info, prefix) if param.key not in data.params]
+    params = []
+    for param in _params(info, prefix):
+        if param.key not in data.params:
+            params.append(param)
     for at in range(0, len(params), _MOST_PARAMS):
         client.log_batch(run, params=params[at : at + _MOST_PARAMS])
 
@@ -202,7 +207,11 @@ def _metrics(record: dict[str, Any]) -> list[Any]:
 
     time_ms = time.time_ns() // 1_000_000
     step = int(record["global_step"])
-    return [Metric(_name(name), float(value), time_ms, step) for name, value in record.items() if name != "global_step"]
+    metrics = []
+    for name, value in record.items():
+        if name != "global_step":
+            metrics.append(Metric(_name(name), float(value), time_ms, step))
+    return metrics
 
 
 def _params(info: dict[str, Any], prefix: str = "") -> list[Any]:

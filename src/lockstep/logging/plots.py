@@ -32,7 +32,10 @@ def curve(
         width: maximum characters of a line.
         unicode: draw with braille dots; otherwise with ASCII only.
     """
-    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    finite = []
+    for x, y in points:
+        if math.isfinite(x) and math.isfinite(y):
+            finite.append((x, y))
     if not finite:
         return []
     low, high = _range([y for _, y in finite])
@@ -82,7 +85,9 @@ def _pixels(points: list[Point], span: Point, width: int, height: int) -> set[tu
     # Several points may share a column: draw their mean.
     for x, y in points:
         columns.setdefault(round((x - first_x) / ((last_x - first_x) or 1) * (width - 1)), []).append(y)
-    heights = [(x, (sum(ys) / len(ys) - low) / (high - low) * (height - 1)) for x, ys in sorted(columns.items())]
+    heights = []
+    for x, ys in sorted(columns.items()):
+        heights.append((x, (sum(ys) / len(ys) - low) / (high - low) * (height - 1)))
     lit: set[tuple[int, int]] = set()
     # Join neighbouring columns, so that a steep curve has no gaps.
     for (x0, y0), (x1, y1) in zip(heights, heights[1:] or heights, strict=False):
@@ -97,8 +102,14 @@ def _braille(lit: set[tuple[int, int]], columns: int, rows: int) -> list[str]:
     cells = [[0] * columns for _ in range(rows)]
     for x, y in lit:
         cells[y // 4][x // 2] |= _BRAILLE[x % 2][y % 4]
-    return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
+    lines = []
+    for row in cells:
+        lines.append("".join(chr(0x2800 + bits) if bits else " " for bits in row))
+    return lines
 
 
 def _ascii(lit: set[tuple[int, int]], columns: int, rows: int) -> list[str]:
-    return ["".join("*" if (x, y) in lit else " " for x in range(columns)) for y in range(rows)]
+    lines = []
+    for y in range(rows):
+        lines.append("".join("*" if (x, y) in lit else " " for x in range(columns)))
+    return lines

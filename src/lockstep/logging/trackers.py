@@ -136,7 +136,9 @@ class WandB:
 
     def log(self, record: dict[str, Any]) -> None:
         """Queue the record; the package sends it from its own process."""
-        masked = {name: mask(value) if isinstance(value, str) else value for name, value in record.items()}
+        masked = {}
+        for name, value in record.items():
+            masked[name] = mask(value) if isinstance(value, str) else value
         for name in () if self._is_own else sorted(masked.keys() - self._names):
             self._names.add(name)
             # W&B takes a name with an asterisk as a pattern.

@@ -231,7 +231,10 @@ def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk
         # The instance's `forward` is this function, so the class's own is called.
         return type(self).forward(self, *inputs, **kwargs)
     # The inner model need not accept every argument of the whole, so those that are None are left out.
-    options = {name: value for name, value in kwargs.items() if value is not None}
+    options = {}
+    for name, value in kwargs.items():
+        if value is not None:
+            options[name] = value
     hidden = self.base_model(*inputs, **options).last_hidden_state
     loss: Tensor = self.ending(self, hidden, summed_labels, chunk)
     return loss
@@ -500,7 +503,9 @@ class HubTokenizer:
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
         transformers = transformers_for("--tokenizer", name)
-        self._name, self._where, self._revision = name, where(name), revision
+        self._name = name
+        self._where = where(name)
+        self._revision = revision
         with explained("--tokenizer", name), once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self._where, revision=revision or None, trust_remote_code=trust_remote_code
@@ -608,16 +613,19 @@ def _quantizable(model: nn.Module) -> list[str]:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = get_keys_to_not_convert(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and should_convert_module(name, kept)
-    ]
+    names = []
+    for name, module in model.named_modules():
+        if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and should_convert_module(name, kept):
+            names.append(name)
+    return names
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the members of the module list with the most parameters."""
-    stacks: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    stacks: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            stacks.append(module)
     if stacks:
         return list(max(stacks, key=_size).children())
     return []

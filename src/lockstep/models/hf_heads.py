@@ -69,7 +69,8 @@ class HubClassifier:
         self._trust = trust_remote_code
         self._cache = cache
         self._say = say
-        self._where, self.untrained = where(name), tuple[str, ...]()
+        self._where = where(name)
+        self.untrained = tuple[str, ...]()
         with explained("--model-name", name), once_per_node(name, cache, say):
             self._config = self._transformers.AutoConfig.from_pretrained(
                 self._where,
@@ -233,7 +234,10 @@ class HubEncoder:
             rows.append(dict(zip(keys, values, strict=True)))
         # A text without tokens becomes one padding token: no model takes an empty row.
         one = {"input_ids": self.pad, "attention_mask": 1}
-        return [row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys} for row in rows]
+        encoded = []
+        for row in rows:
+            encoded.append(row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys})
+        return encoded
 
     def save(self, folder: Path) -> None:
         """Write the files that `HubEncoder(folder)` reads."""

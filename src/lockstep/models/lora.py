@@ -97,9 +97,10 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
         ConfigError: one matches no module with parameters (the nearest is named), or one that shares a parameter with a
             module outside of it.
     """
-    modules = {
-        name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    }
+    modules = {}
+    for name, module in model.named_modules():
+        if name and any(True for _ in module.parameters()):
+            modules[name] = module
     reached = set()
     for pattern in _parts(patterns):
         names = _reached(modules, pattern)
@@ -111,7 +112,10 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
                 hint = f"the model's are {', '.join(_lasts(modules)[:8])}"
             raise ConfigError(f"--lora.modules-to-save: '{pattern}' matches no module; {hint}")
         reached.update(names)
-    outer = [name for name in modules if name in reached and not is_within(name.rpartition(".")[0], reached)]
+    outer = []
+    for name in modules:
+        if name in reached and not is_within(name.rpartition(".")[0], reached):
+            outer.append(name)
     for name in outer:
         _check_own(model, name)
     return outer
@@ -160,7 +164,11 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
 
 
 def _parts(patterns: str) -> list[str]:
-    return [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    parts = []
+    for pattern in patterns.split(","):
+        if pattern.strip():
+            parts.append(pattern.strip())
+    return parts
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
@@ -173,11 +181,11 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(attention, nn.MultiheadAttention):
             for inner in attention.modules():
                 within.add(id(inner))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name and id(module) not in within and (isinstance(module, nn.Linear) or _is_turned(module))
-    }
+    modules = {}
+    for name, module in model.named_modules():
+        if name and id(module) not in within and (isinstance(module, nn.Linear) or _is_turned(module)):
+            modules[name] = module
+    return modules
 
 
 def _is_turned(module: nn.Module) -> bool:
@@ -194,11 +202,11 @@ def _heads(model: nn.Module) -> set[str]:
         for parameter in module.parameters(recurse=False):
             # A weight with two owners is tied, as an output head to the token table.
             owners[parameter] = owners.get(parameter, 0) + 1
-    return {
-        name
-        for name, module in model.named_modules()
-        if module is head or any(owners[parameter] > 1 for parameter in module.parameters(recurse=False))
-    }
+    names = set()
+    for name, module in model.named_modules():
+        if module is head or any(owners[parameter] > 1 for parameter in module.parameters(recurse=False)):
+            names.add(name)
+    return names
 
 
 def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> list[str]:
@@ -226,7 +234,11 @@ def _lasts(names: Iterable[str]) -> list[str]:
 
 
 def _reached(names: Iterable[str], pattern: str) -> list[str]:
-    return [name for name in names if name and reaches(pattern, name)]
+    matches = []
+    for name in names:
+        if name and reaches(pattern, name):
+            matches.append(name)
+    return matches
 
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
@@ -294,12 +306,20 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
 
 def trained_names(model: nn.Module, full: Collection[str]) -> list[str]:
     """Return the names of the adapters' parameters and of modules trained in full."""
-    return [name for name, _ in model.named_parameters() if _is_trained(name, full)]
+    names = []
+    for name, _ in model.named_parameters():
+        if _is_trained(name, full):
+            names.append(name)
+    return names
 
 
 def base_names(model: nn.Module, full: Collection[str]) -> list[str]:
     """Return the names of all other parameters, including second names of tied ones."""
-    return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _is_trained(name, full)]
+    names = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not _is_trained(name, full):
+            names.append(name)
+    return names
 
 
 def _is_trained(name: str, full: Collection[str]) -> bool:

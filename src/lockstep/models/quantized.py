@@ -225,7 +225,9 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, layer in quantized_layers(model):
         parameters = {key for key, _ in layer.named_parameters()}
-        tensors |= {f"{name}.{key}": value for key, value in layer.state_dict().items() if key not in parameters}
+        for key, value in layer.state_dict().items():
+            if key not in parameters:
+                tensors[f"{name}.{key}"] = value
     return tensors
 
 

@@ -159,7 +159,11 @@ def patch_for(size: int) -> int:
         ConfigError: no such number divides the size.
     """
     limit = min(16, max(2, size // 8))
-    patch_size = next((patch for patch in range(limit, 1, -1) if size % patch == 0), 0)
+    patch_size = 0
+    for patch in range(limit, 1, -1):
+        if size % patch == 0:
+            patch_size = patch
+            break
     if not patch_size:
         raise ConfigError(
             f"--images.size {size} is not a multiple of any patch size from 2 to {limit} pixels, which builtin:vit "

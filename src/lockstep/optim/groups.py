@@ -118,7 +118,10 @@ def freeze(model: nn.Module, rules: Rules) -> list[str]:
         ConfigError: a pattern matches no parameter.
     """
     chosen = matched(model, rules.patterns)
-    frozen = [name for name, rule in chosen.items() if rule.frozen]
+    frozen = []
+    for name, rule in chosen.items():
+        if rule.frozen:
+            frozen.append(name)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return frozen
@@ -184,21 +187,28 @@ def groups(
         buckets.setdefault((parameter in separate, not decays, decay, rate), []).append((name, parameter))
     if not buckets:
         raise ConfigError("--model-name: no parameter of the model has requires_grad=True; unfreeze the ones to train")
-    return [
-        {
+    groups = []
+    for (is_separate, _, decay, rate), members in sorted(buckets.items(), key=lambda item: item[0][:2]):
+        group: dict[str, Any] = {
             "params": [parameter for _, parameter in members],
             "names": [name for name, _ in members],
             "weight_decay": decay,
-            **({} if rate == (separate_lr if is_separate else lr) else {"lr": rate}),
         }
-        for (is_separate, _, decay, rate), members in sorted(buckets.items(), key=lambda item: item[0][:2])
-    ]
+        # At the base rate a group takes the optimizer's default.
+        if rate != (separate_lr if is_separate else lr):
+            group["lr"] = rate
+        groups.append(group)
+    return groups
 
 
 def embeddings(model: nn.Module) -> set[torch.Tensor]:
     """Return the weights of the model's embeddings, which includes tied heads."""
     embedding_types = (nn.Embedding, nn.EmbeddingBag)
-    return {module.weight for module in model.modules() if isinstance(module, embedding_types)}
+    weights = set()
+    for module in model.modules():
+        if isinstance(module, embedding_types):
+            weights.add(module.weight)
+    return weights
 
 
 def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
@@ -209,7 +219,10 @@ def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule
     names = [name for name, _ in model.named_parameters()] if rules else []
     matches: dict[str, GroupRule] = {}
     for rule in rules:
-        matching = [name for name in names if fnmatchcase(name, rule.pattern)]
+        matching = []
+        for name in names:
+            if fnmatchcase(name, rule.pattern):
+                matching.append(name)
         fresh = [name for name in matching if name not in matches]
         if not fresh:
             raise ConfigError(_unmatched(rule.pattern, names, matching and matches[matching[0]].pattern))
@@ -221,7 +234,11 @@ def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
     # An earlier rule matches the same parameters, so this one would never apply.
     if earlier:
         return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"
-    modules = {f"{name.rpartition('.')[0]}.*" for name in names} | {f"{name.partition('.')[0]}.*" for name in names}
+    # A misspelt pattern may mean all of a module, such as `blocks.0.*`.
+    modules = set()
+    for name in names:
+        modules.add(f"{name.rpartition('.')[0]}.*")
+        modules.add(f"{name.partition('.')[0]}.*")
     close = difflib.get_close_matches(pattern, sorted({*names, *modules}), n=1, cutoff=0.5)
     if close:
         hint = f"did you mean {close[0]}?"

@@ -56,7 +56,10 @@ class MuonAdamW(Optimizer):
         """Build torch's two optimizers over this one's own group dicts."""
         self._parts = []
         for muon in (True, False):
-            selected = [group for group in self.param_groups if group["muon"] is muon]
+            selected = []
+            for group in self.param_groups:
+                if group["muon"] is muon:
+                    selected.append(group)
             split = muon and any(is_dtensor(parameter) for group in selected for parameter in group["params"])
             # torch's optimizers must share the group dicts and the state, or rates and checkpoints would not reach
             # them.
@@ -131,7 +134,10 @@ class _RowsMuon(Muon):
         owners = assign_owners(
             [rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(shard_dimension)
         )
-        groups_here = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
+        groups_here = []
+        for (_, group), owner in zip(entries, owners, strict=True):
+            if owner == rank:
+                groups_here.append(group)
         updates = [update.to(device) for update in updates]
         # All ranks of the sharding group: the rows of each matrix go to its owner.
         matrices = [
@@ -161,7 +167,10 @@ def hidden_matrices(model: nn.Module, blocks: Sequence[nn.Module], rules: Rules)
     """
     tables = embeddings(model)
     chosen = matched(model, rules.patterns)
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            trainable[name] = p
     plain = []
     for p in trainable.values():
         if p.ndim == 2 and p.numel() and not p.is_complex() and p not in tables:

@@ -79,10 +79,11 @@ class _States(MutableMapping[Any, Any]):
         raise KeyError(parameter)
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        owner = next(
-            (m for m in self._members if any(parameter is p for group in m.param_groups for p in group["params"])),
-            self._members[0],
-        )
+        owner = self._members[0]
+        for m in self._members:
+            if any(parameter is p for group in m.param_groups for p in group["params"]):
+                owner = m
+                break
         owner.state[parameter] = value
 
     def __delitem__(self, parameter: Any) -> None:
@@ -288,8 +289,14 @@ def muon(  # noqa: PLR0913
     """
     hidden = hidden_matrices(model, rules.blocks, rules)
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr, separate=hidden, separate_lr=muon_lr)
-    muon_groups = [group for group in members if group["params"][0] in hidden]
-    adamw_groups = [group for group in members if group["params"][0] not in hidden]
+    muon_groups = []
+    for group in members:
+        if group["params"][0] in hidden:
+            muon_groups.append(group)
+    adamw_groups = []
+    for group in members:
+        if group["params"][0] not in hidden:
+            adamw_groups.append(group)
     for group in muon_groups:
         group.setdefault("lr", muon_lr)
         group |= {"muon": True, "momentum": momentum, "nesterov": True, "ns_steps": ns_steps}

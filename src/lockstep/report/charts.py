@@ -121,7 +121,9 @@ def _draw_series(series: Series, scale: _Scale) -> str:
     colour = f"s{series.colour % COLOURS}"
     if not series.spans:
         return ""
-    points = [(scale.x(span.step), scale.y(_clamped_mean(span))) for span in series.spans]
+    points = []
+    for span in series.spans:
+        points.append((scale.x(span.step), scale.y(_clamped_mean(span))))
     line = "M" + "L".join(f"{x} {y}" for x, y in points)
     paths = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
     # A line of zero length with round caps stays round at any scale, unlike a circle.
@@ -177,7 +179,11 @@ def _round_marks(low: float, high: float) -> list[float]:
         high = high + pad
     rough = (high / 4 - low / 4) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    wide = next((power * factor for factor in (1, 2, 5) if power * factor >= rough), power * 10)
+    wide = power * 10
+    for factor in (1, 2, 5):
+        if power * factor >= rough:
+            wide = power * factor
+            break
     first_index = math.floor(low / wide)
     last_index = math.ceil(high / wide)
     marks = [index * wide for index in range(int(first_index), int(last_index) + 1)]
@@ -259,7 +265,10 @@ def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, sa
     candidates = [_figure(runs, title, unit, names, points, samples) for title, unit, names in _STANDARD_CHARTS]
     names = list(dict.fromkeys(name for facts in runs for name in facts.records.curves))
     drawn_names = {name for _, _, drawn in _STANDARD_CHARTS for name in drawn}
-    times = {name: shown(name.removeprefix("time/"), 40) for name in names if name.startswith("time/")}
+    times = {}
+    for name in names:
+        if name.startswith("time/"):
+            times[name] = shown(name.removeprefix("time/"), 40)
     times.pop("time/total", None)
     if len(runs) == 1 and times:
         candidates.append(_figure(runs, "Time of a step", "milliseconds", times, points // 2, samples))
@@ -267,7 +276,10 @@ def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, sa
     else:
         candidates.append(_figure(runs, "Time of a step", "milliseconds", {"time/total": "total"}, points, samples))
         drawn_names |= times.keys()
-    blocks = {name: shown(name.removeprefix("gradients/"), 40) for name in names if name.startswith("gradients/")}
+    blocks = {}
+    for name in names:
+        if name.startswith("gradients/"):
+            blocks[name] = shown(name.removeprefix("gradients/"), 40)
     if len(runs) == 1 and blocks:
         candidates.append(_figure(runs, "Gradient norms by block", "before clipping", blocks, points // 2, samples))
         drawn_names |= blocks.keys()
@@ -275,15 +287,13 @@ def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, sa
         both = {f"train/{name}": "training", f"evaluation/{name}": "evaluation"}
         candidates.append(_figure(runs, shown(name, 60), "", both, points, samples))
         drawn_names |= both.keys()
-    remaining = [
-        name
-        for name in names
-        if name not in drawn_names and name not in _POSITION_NAMES and not name.endswith("/items")
-    ]
+    remaining = []
+    for name in names:
+        if name not in drawn_names and name not in _POSITION_NAMES and not name.endswith("/items"):
+            remaining.append(name)
     remaining.sort(key=lambda name: not name.startswith("evaluation/"))
-    candidates += [
-        _figure(runs, shown(name, 60), "", {name: shown(name, 40)}, points, samples) for name in remaining[:more]
-    ]
+    for name in remaining[:more]:
+        candidates.append(_figure(runs, shown(name, 60), "", {name: shown(name, 40)}, points, samples))
     return [figure for figure in candidates if figure]
 
 
@@ -312,7 +322,8 @@ def _figure(
                 caption = f"{facts.name} · {label}" if len(names) > 1 else facts.name
             entry = f"{facts.name} · {label}, dashed" if dashed else caption
             legend.append((entry, colour % COLOURS))
-            rows += [(caption, *row) for row in _table_rows(curve, samples, bytes_text if unit == _BYTES else number)]
+            for row in _table_rows(curve, samples, bytes_text if unit == _BYTES else number):
+                rows.append((caption, *row))
     text = "; ".join(
         f"{caption}: {label_of_row} {value} at step {step}"
         for caption, label_of_row, step, value in rows
@@ -336,6 +347,8 @@ def _table_rows(curve: Curve, samples: int, write: Callable[[float], str]) -> li
     spans = curve.spans()
     if samples and len(spans) > 2:
         chosen = sorted({round(index * (len(spans) - 1) / (samples + 1)) for index in range(1, samples + 1)})
-        rows += [("", f"{spans[at].last:,}", write(spans[at].mean)) for at in chosen if 0 < at < len(spans) - 1]
+        for at in chosen:
+            if 0 < at < len(spans) - 1:
+                rows.append(("", f"{spans[at].last:,}", write(spans[at].mean)))
     rows += [("last", *show(curve.newest)), ("lowest", *show(curve.lowest)), ("highest", *show(curve.highest))]
     return rows

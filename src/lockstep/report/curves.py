@@ -87,20 +87,20 @@ class Curve:
         if value < span.low:
             span.low = value
             if value < self.lowest[1]:
-                self.lowest = (step, value)
+                self.lowest = self.newest
         elif value > span.high:
             span.high = value
             if value > self.highest[1]:
-                self.highest = (step, value)
+                self.highest = self.newest
 
     def _begin(self, step: int, value: float) -> None:
-        """Start a new span."""
+        """Start a new span with the newest value."""
         if not self._spans:
-            self.first = self.lowest = self.highest = (step, value)
+            self.first = self.lowest = self.highest = self.newest
         if value < self.lowest[1]:
-            self.lowest = (step, value)
+            self.lowest = self.newest
         if value > self.highest[1]:
-            self.highest = (step, value)
+            self.highest = self.newest
         self._spans[step // self._width] = CurveSpan(step, step, 1, value, value, value)
         while len(self._spans) > self._limit:
             self._double()

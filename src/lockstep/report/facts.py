@@ -154,7 +154,9 @@ class Records:
         self.left_out: set[str] = set()
         self.words: dict[str, str] = {}
         self.count = self.damaged = 0
-        self.steps, self.losses, self.norms = array("q"), array("d"), array("d")
+        self.steps = array("q")
+        self.losses = array("d")
+        self.norms = array("d")
 
     @classmethod
     def read(cls, path: Path, notes: list[str], *, digits: bool = False) -> "Records":
@@ -525,12 +527,17 @@ def _read_proofs(facts: RunFacts) -> None:
         data = _small_json(path, [])
         rows = data.get("rows")
         if isinstance(rows, list) and "fingerprints" in data and len(facts.certificates) < _CERTIFICATES:
-            certificate = [row for row in rows[:_CHECKPOINTS] if isinstance(row, dict)]
+            certificate = []
+            for row in rows[:_CHECKPOINTS]:
+                if isinstance(row, dict):
+                    certificate.append(row)
             facts.certificates.append(
                 {"file": shown(path.name), "steps": shown(data.get("steps", "?")), "rows": certificate}
             )
     paths = sorted((facts.folder / "profile").glob("*-*/verdict.json"), key=lambda path: path.parent.name)
-    verdicts = [(path, _small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
+    verdicts = []
+    for path in paths[-_VERDICTS:]:
+        verdicts.append((path, _small_json(path, facts.notes)))
     facts.profiles = [verdict for _, verdict in verdicts if isinstance(verdict.get("parts"), dict)]
     facts.profiles.sort(key=lambda verdict: str(verdict.get("steps")))
 

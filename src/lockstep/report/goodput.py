@@ -276,7 +276,10 @@ def _add(account: Goodput, pieces: list[_Piece], first: int, last: int, spent: d
     """Add a line's time; a later start may undo the time of its steps."""
     for name in spent.keys() - set(_STEPS):
         account.seconds[name if name in account.seconds else "unknown"] += spent[name]
-    of_steps = {name: spent[name] for name in _STEPS if name in spent}
+    of_steps = {}
+    for name in _STEPS:
+        if name in spent:
+            of_steps[name] = spent[name]
     if not of_steps:
         return
     # Evaluations and saves after the same step: add them to its piece.

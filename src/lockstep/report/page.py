@@ -129,11 +129,11 @@ def _compare_checkpoints(a: RunFacts, b: RunFacts) -> list[str]:
     for stored in b.checkpoints:
         if stored.fingerprint.startswith("sha256:"):
             fingerprints[stored.step] = stored.fingerprint
-    common = sorted(
-        (stored.step, stored.fingerprint == fingerprints[stored.step])
-        for stored in a.checkpoints
-        if stored.step in fingerprints and stored.fingerprint.startswith("sha256:")
-    )
+    common = []
+    for stored in a.checkpoints:
+        if stored.step in fingerprints and stored.fingerprint.startswith("sha256:"):
+            common.append((stored.step, stored.fingerprint == fingerprints[stored.step]))
+    common.sort()
     if not common:
         return ["The runs have no fingerprinted checkpoint of a common step; their parameters are not compared."]
     alike = [step for step, same in common if same]
@@ -165,7 +165,10 @@ def _compare_losses(a: RunFacts, b: RunFacts) -> str:
         return "Mean losses are not compared: the second half has no common record, or a loss that is not finite."
     mean_a = math.fsum(losses_a) / count
     mean_b = math.fsum(losses_b) / count
-    differing = [name for name in _ORDER if _plan_value(a, name) != _plan_value(b, name)]
+    differing = []
+    for name in _ORDER:
+        if _plan_value(a, name) != _plan_value(b, name):
+            differing.append(name)
     order = f" The runs draw other samples or another order (different {', '.join(differing)})." if differing else ""
     return (
         f"Mean loss from step {start:,} on ({count:,} common records): "
@@ -354,7 +357,10 @@ def _profile(verdict: dict[str, Any]) -> dict[str, Any]:
     following = following if isinstance(following, dict) else {}
     gain = following.get("gain")
     steps = verdict.get("steps")
-    exposed = [name for name in numbers if name != "hidden_communication"]
+    exposed = []
+    for name in numbers:
+        if name != "hidden_communication":
+            exposed.append(name)
     return {
         "steps": " to ".join(shown(step, 20) for step in steps[:2]) if isinstance(steps, list) else "?",
         "sentence": shown(verdict.get("sentence", ""), 400),

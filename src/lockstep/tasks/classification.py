@@ -110,7 +110,8 @@ class TextClassification(Task):
         self.defaults = "fine-tuning" if pretrained else "general"
         self.fingerprint = fingerprint_of(classes, digest)
         self.sources = {**sources, "classes": names_of(classes)}
-        self._source, self._build = source, partial(source.build, dtype=dtype, pretrained=pretrained)
+        self._source = source
+        self._build = partial(source.build, dtype=dtype, pretrained=pretrained)
         self._f1 = _f1(len(classes))
 
     def model(self) -> nn.Module:
@@ -216,10 +217,14 @@ def make(config: Config, say: Say) -> TextClassification:
         )
     # A missing text counts as an empty one.
     texts = zip(*(table.values(column) for column in columns), strict=True)
-    train, evaluation = (
-        Texts([[value or "" for value in column] for column in split_texts], split_labels, encoder, config.seq_len)
-        for split_texts, split_labels in zip(texts, labels, strict=True)
-    )
+    parts = []
+    for split_texts, split_labels in zip(texts, labels, strict=True):
+        # An empty cell is an empty text.
+        column_texts = []
+        for column in split_texts:
+            column_texts.append([value or "" for value in column])
+        parts.append(Texts(column_texts, split_labels, encoder, config.seq_len))
+    train, evaluation = parts
     revisions = {config.model_name: source.revision, name: table.revision}
     return TextClassification(
         train,
@@ -247,7 +252,10 @@ def _text_columns(table: HubTable, option: str, flag: str) -> list[str]:
             kinds[name] = "string"
         else:
             kinds[name] = dtype
-    return [find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column") for name in names]
+    columns = []
+    for name in names:
+        columns.append(find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column"))
+    return columns
 
 
 def _f1(classes: int) -> Any:

@@ -116,7 +116,10 @@ def find_column(
                 f"{flag}: the column '{option_value}' has {kinds[option_value]}, not {kind}; its columns: {names}"
             )
         return option_value
-    fitting = [name for name in kinds if not kind or kinds[name] == kind]
+    fitting = []
+    for name in kinds:
+        if not kind or kinds[name] == kind:
+            fitting.append(name)
     column = next((name for name in usual if name in fitting), "")
     if not column and kind and len(fitting) == 1:
         column = fitting[0]
@@ -158,9 +161,10 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
             f"{flag}: the column '{column}' has {unknown!r}, which is not one of its classes ({listing}); fix the row, "
             "or name another column with --data.label-column"
         )
-    train, evaluation = (
-        torch.tensor([index[value] for value in split_values], dtype=torch.int64) for split_values in parts
-    )
+    labels = []
+    for split_values in parts:
+        labels.append(torch.tensor([index[value] for value in split_values], dtype=torch.int64))
+    train, evaluation = labels
     return names, (train, evaluation)
 
 

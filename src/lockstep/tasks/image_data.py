@@ -227,9 +227,11 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     flag = f"--dataset-name {name}"
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
-    evaluation_part = next(
-        (split for split in _EVALUATION if (root / "train").is_dir() and (root / split).is_dir()), ""
-    )
+    evaluation_part = ""
+    for split in _EVALUATION:
+        if (root / "train").is_dir() and (root / split).is_dir():
+            evaluation_part = split
+            break
     classes = _classes(root / "train" if evaluation_part else root, flag)
     # File -> the reason why no decoder reads it.
     broken = dict[str, str]()
@@ -245,11 +247,15 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
         if len(train) < 2:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
         trained, evaluated = parted(len(train), config.data.evaluation)
-        train, evaluation = [train[sample] for sample in trained], [train[sample] for sample in evaluated]
+        evaluation = [train[sample] for sample in evaluated]
+        train = [train[sample] for sample in trained]
     content = []
     for file, label in (*train, *evaluation):
         content.append((file, (root / file).stat().st_size, label))
-    others = {split for split in _EVALUATION if evaluation_part and split != evaluation_part}
+    others = set()
+    for split in _EVALUATION:
+        if evaluation_part and split != evaluation_part:
+            others.add(split)
     sizes = {file: size for file, size, _ in content}
     _account(root, sizes, broken, others, flag).check(config.data.skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
@@ -293,7 +299,11 @@ def _account(
 
 def _classes(root: Path, flag: str) -> list[str]:
     """Return the names of the folders, sorted."""
-    names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = []
+    for path in root.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            names.append(path.name)
+    names.sort()
     loose = []
     for path in root.iterdir():
         if path.is_file() and path.suffix.lower() in _SUFFIXES:
@@ -322,7 +332,11 @@ def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[s
         for path in folder.rglob("*"):
             if path.suffix.lower() in _SUFFIXES and path.is_file():
                 paths.append(path)
-        files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
+        files = []
+        for path in paths:
+            if not path.name.startswith("."):
+                files.append(path.relative_to(root).as_posix())
+        files.sort()
         broken |= _faults(root, files)
         files = [file for file in files if file not in broken]
         if not files and (part in ("", "train")):

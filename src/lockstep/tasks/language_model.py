@@ -294,7 +294,10 @@ class CausalLM(LanguageModel):
         """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
         ids = batch["input_ids"]
         labels = batch["labels"]
-        layout = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        layout = {}
+        for name in ("positions", "documents"):
+            if name in batch:
+                layout[name] = batch[name]
         chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
         if chunk or self._inside:
             return cast(Tensor, model(ids, **layout, labels=labels, chunk=chunk))
@@ -330,7 +333,11 @@ def loss_inside(config: Config) -> bool:
 
 def _to_stop(tokens: list[int], begin: int, stop: Sequence[int]) -> list[int]:
     """Return the tokens up to and including the first of `stop` from index `begin` on."""
-    end = next((index for index in range(begin, len(tokens)) if tokens[index] in stop), len(tokens))
+    end = len(tokens)
+    for index in range(begin, len(tokens)):
+        if tokens[index] in stop:
+            end = index
+            break
     return tokens[: end + 1]
 
 
@@ -352,16 +359,18 @@ def _by_length(begins: Sequence[list[int]]) -> list[list[int]]:
 
 def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Stack each tensor [seq_len] of the samples to [len(samples), seq_len]."""
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    batch = {}
+    for name in samples[0]:
+        batch[name] = torch.stack([sample[name] for sample in samples])
+    return batch
 
 
 def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Pad samples to [len(samples), longest], at the right, with token 0 and label -100."""
-    ids, labels = (
-        pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
-        for name, value in (("input_ids", 0), ("labels", IGNORED))
-    )
-    return {"input_ids": ids, "labels": labels}
+    padded = {}
+    for name, value in (("input_ids", 0), ("labels", IGNORED)):
+        padded[name] = pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+    return padded
 
 
 def count_labels(batch: Mapping[str, Tensor]) -> int:
@@ -678,4 +687,8 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
 
 
 def _sources(revisions: Mapping[str, str]) -> dict[str, str]:
-    return {name: revision for name, revision in revisions.items() if revision}
+    pinned = {}
+    for name, revision in revisions.items():
+        if revision:
+            pinned[name] = revision
+    return pinned

@@ -151,8 +151,14 @@ def _prepare(job: Job, tokenizer: Tokenizer | TokenizerToTrain, processes: int, 
         for number in range(len(getattr(ranges, split))):
             shards.append(_Shard(split, number))
     # A restart keeps the shards that an earlier call finished.
-    written = {shard: facts_of_shard for shard in shards if (facts_of_shard := _read_facts(folder, shard))}
-    missing = [shard for shard in shards if shard not in written]
+    written = {}
+    for shard in shards:
+        if facts_of_shard := _read_facts(folder, shard):
+            written[shard] = facts_of_shard
+    missing = []
+    for shard in shards:
+        if shard not in written:
+            missing.append(shard)
     if written:
         say(f"{len(written)} of {len(shards)} shards are there already")
     progress = _Progress(len(shards), len(missing), say)
@@ -246,7 +252,10 @@ def _check_folder(folder: Path, key: dict[str, Any]) -> None:
         return
     except (ValueError, KeyError):
         raise ConfigError(f"--out {folder}: its {_JOB} is damaged; remove the folder") from None
-    differing = [label for name, label in _LABELS.items() if other.get(name) != key[name]]
+    differing = []
+    for name, label in _LABELS.items():
+        if other.get(name) != key[name]:
+            differing.append(label)
     if differing:
         raise ConfigError(
             f"--out {folder}: it has shards of another job (different: {', '.join(differing)}); give a new folder, or "
@@ -288,7 +297,9 @@ def _write_all(
     with ProcessPoolExecutor(count, mp_context=context, initializer=_init_process) as pool:
         try:
             with _hold_interrupts():
-                futures = {pool.submit(_write_shard, job, facts, shard): shard for shard in shards}
+                futures = {}
+                for shard in shards:
+                    futures[pool.submit(_write_shard, job, facts, shard)] = shard
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
@@ -420,7 +431,10 @@ def _finish(
     index = {"format": _FORMAT, "name": job.request.name, "revision": ranges.revision, **facts}
     index |= {"packing": asdict(job.packing), "shards": {}, "files": {}}
     for split in _SPLITS:
-        split_shards = [(shard, written[shard]) for shard in sorted(written) if shard.split == split]
+        split_shards = []
+        for shard in sorted(written):
+            if shard.split == split:
+                split_shards.append((shard, written[shard]))
         index["shards"][split] = [shard.name for shard, _ in split_shards]
         for name in ("documents", "tokens", "labels"):
             index[name][split] = sum(counts[name] for _, counts in split_shards)
@@ -551,7 +565,10 @@ def describe_index(index: dict[str, Any]) -> list[str]:
     ]
     for split in _SPLITS:
         names = index["shards"][split]
-        size = sum(file["size"] for name, file in index["files"].items() if name.partition(".")[0] in names)
+        size = 0
+        for name, file in index["files"].items():
+            if name.partition(".")[0] in names:
+                size += file["size"]
         tokens = index["tokens"][split]
         labels = index["labels"][split]
         if index["masked"]:

@@ -222,9 +222,9 @@ def make(config: Config, say: Say) -> Regression:
         digest = "scikit-learn"
         kinds = dict.fromkeys(columns, "float64")
         parts = parted(len(columns["target"]), data.evaluation)
-        values = {
-            key: tuple([column[row] for row in row_numbers] for row_numbers in parts) for key, column in columns.items()
-        }
+        values = {}
+        for key, column in columns.items():
+            values[key] = tuple([column[row] for row in row_numbers] for row_numbers in parts)
         target, features = _choose_columns(kinds, config, flag)
         numbered: tuple[Sequence[int], Sequence[int]] = parts
     elif name.startswith("builtin:"):
@@ -242,14 +242,15 @@ def make(config: Config, say: Say) -> Regression:
     # The values of each split as numbers; an error names the row in the user's file.
     splits = []
     for index, split in enumerate(("training", "evaluation")):
-        columns_of_split = {
-            key: [
+        columns_of_split = {}
+        for key in (target, *features):
+            columns_of_split[key] = [
                 _number(key, row, value, split, flag)
                 for row, value in zip(numbered[index], values[key][index], strict=True)
             ]
-            for key in (target, *features)
-        }
-        rows = [list(row) for row in zip(*(columns_of_split[key] for key in features), strict=True)]
+        rows = []
+        for row in zip(*(columns_of_split[key] for key in features), strict=True):
+            rows.append(list(row))
         splits.append(Columns(rows, columns_of_split[target]))
     # A resume with other columns or another split is refused by this digest.
     content = xxhash.xxh3_128_hexdigest(repr((digest, target, features, data.evaluation)).encode())
@@ -316,7 +317,10 @@ def _check_others(table: HubTable, flag: str, say: Say) -> None:
     Raises:
         DataError: one of them has numbers, but for some values such as "?".
     """
-    others = {name: dtype for name, dtype in table.kinds.items() if not dtype.startswith(_NUMBERS)}
+    others = {}
+    for name, dtype in table.kinds.items():
+        if not dtype.startswith(_NUMBERS):
+            others[name] = dtype
     for name in (name for name, dtype in others.items() if dtype.endswith("string")):
         begin = table.parts[0].select_columns([name])[:_LOOKED_AT][name]
         # At most half of the values are numbers: it is a column of text.

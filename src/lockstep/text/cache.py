@@ -110,7 +110,10 @@ def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, An
     temporary.mkdir()
     try:
         facts = write(temporary)
-        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+        files = []
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                files.append(path)
         facts["sizes"] = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
         (temporary / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")
         for path in (*files, temporary / _FACTS, temporary):

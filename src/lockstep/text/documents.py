@@ -82,7 +82,10 @@ def tokens_of(
     """
     texts = [e.text for e in examples if not e.messages]
     plain = iter(tokenizer.encode_all(texts, special) if texts else [])
-    prefixes = [e.text[: e.given] for e in examples if e.given and masked]
+    prefixes = []
+    for e in examples:
+        if e.given and masked:
+            prefixes.append(e.text[: e.given])
     prompts = iter(tokenizer.encode_all(prefixes, special) if prefixes else [])
     results = []
     for example in examples:
@@ -106,7 +109,10 @@ def tokens_of(
 def alike(left: Sequence[int], right: Sequence[int]) -> int:
     """Count the leading tokens that are equal in both."""
     short = min(len(left), len(right))
-    return next((index for index in range(short) if left[index] != right[index]), short)
+    for index in range(short):
+        if left[index] != right[index]:
+            return index
+    return short
 
 
 _OFFSET = np.dtype("<i8")

@@ -126,7 +126,10 @@ def _answers(columns: Mapping[str, bool]) -> tuple[str, ...]:
     if columns.get(_MESSAGES) is False:
         return (_MESSAGES,)
     pairs = (*_PAIRS, ("instruction", "output"))
-    return next((pair for pair in pairs if all(map(columns.get, pair))), ())
+    for pair in pairs:
+        if all(map(columns.get, pair)):
+            return pair
+    return ()
 
 
 def _column(name: str) -> Callable[[Row], Example]:
@@ -179,7 +182,11 @@ def _present(value: Any) -> Any:
     A table has the keys of all objects in each of them.
     """
     if isinstance(value, Mapping):
-        return {key: _present(entry) for key, entry in value.items() if entry is not None}
+        present = {}
+        for key, entry in value.items():
+            if entry is not None:
+                present[key] = _present(entry)
+        return present
     if isinstance(value, list):
         return [_present(entry) for entry in value]
     return value
@@ -363,7 +370,9 @@ def _table_ranges(
         cuts = [held_out[at : at + per_range] for at in range(0, len(held_out), per_range)]
         evaluated = [_part(train.select(rows), read, rows.tolist()) for rows in cuts]
     else:
-        evaluated = [_part(evaluation.select(rows), read, rows) for rows in _row_ranges(evaluation, size)]
+        evaluated = []
+        for rows in _row_ranges(evaluation, size):
+            evaluated.append(_part(evaluation.select(rows), read, rows))
     return DocumentRanges(digest, revision, trained, evaluated, note, prompts=prompts)
 
 
@@ -410,8 +419,12 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
     for name, feature in features.items():
         if hasattr(feature, "names"):
             classes[name] = tuple(feature.names)
-    kinds = {name: str(getattr(feature, "dtype", "")) for name, feature in features.items()}
-    kinds |= {name: type(feature).__name__ for name, feature in features.items() if type(feature).__name__ != "Value"}
+    kinds = {}
+    for name, feature in features.items():
+        kinds[name] = str(getattr(feature, "dtype", ""))
+    for name, feature in features.items():
+        if type(feature).__name__ != "Value":
+            kinds[name] = type(feature).__name__
     return HubTable(kinds, classes, digest, revision, (train, evaluation), (rows, evaluation_rows))
 
 
@@ -493,7 +506,11 @@ def _splits(builder: Any, request: DataRequest) -> tuple[Any, Any]:
         )
     train = builder.as_dataset(split=request.split)
     # An evaluation split of the data itself comes first.
-    evaluation_split = next((split for split in _EVALUATION if split in splits and split != name), None)
+    evaluation_split = None
+    for candidate in _EVALUATION:
+        if candidate in splits and candidate != name:
+            evaluation_split = candidate
+            break
     if evaluation_split is not None:
         return train, builder.as_dataset(split=evaluation_split)
     if len(train) < 2:
@@ -614,7 +631,10 @@ def _sources_digest(sources: list[TextFile]) -> str:
 
 
 def _note(sources: list[TextFile]) -> str:
-    readable = [source.size for source in sources if source.readable]
+    readable = []
+    for source in sources:
+        if source.readable:
+            readable.append(source.size)
     return f"{len(readable)} files ({bytes_text(sum(readable))})"
 
 

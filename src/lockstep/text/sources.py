@@ -194,7 +194,14 @@ def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[lis
         return [DocumentSpan(source.path, 0, cut)], [DocumentSpan(source.path, cut, source.size)]
     chosen = _chosen(readable, eval_fraction * sum(source.size for source in readable), seed)
     spans = [(source in chosen, DocumentSpan(source.path, 0, source.size)) for source in readable]
-    return [span for evaluates, span in spans if not evaluates], [span for evaluates, span in spans if evaluates]
+    train = []
+    evaluation = []
+    for evaluates, span in spans:
+        if evaluates:
+            evaluation.append(span)
+        else:
+            train.append(span)
+    return train, evaluation
 
 
 def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:

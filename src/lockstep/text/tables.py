@@ -77,7 +77,10 @@ def table_files(name: str) -> list[Path]:
             return [root]
         return []
     files = _files(root) if root.is_dir() else []
-    tables = [path for path in files if inner_suffix(path) in _KINDS]
+    tables = []
+    for path in files:
+        if inner_suffix(path) in _KINDS:
+            tables.append(path)
     prose = []
     for path in files:
         if inner_suffix(path) in _PROSE and not path.stem.upper().startswith("README"):
@@ -88,7 +91,11 @@ def table_files(name: str) -> list[Path]:
 
 
 def _files(root: Path) -> list[Path]:
-    return [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path, root)]
+    paths = []
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and not _hidden(path, root):
+            paths.append(path)
+    return paths
 
 
 def _hidden(path: Path, root: Path) -> bool:
@@ -122,7 +129,9 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
     else:
         whole = {"path": str(root), "name": request.subset or None}
         builder = datasets.load_dataset_builder(**whole, cache_dir=str(cache))
-        splits = {str(split): [Path(file) for file in files] for split, files in builder.config.data_files.items()}
+        splits = {}
+        for split, files in builder.config.data_files.items():
+            splits[str(split)] = list(map(Path, files))
         _account(builder, request, root, splits, say)
     files = sorted({path for paths in splits.values() for path in paths})
     options = _options(files, request, say)
@@ -162,7 +171,10 @@ def _plain(path: Path, cache: Path) -> Path:
 
 def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any]:
     """Return the options with which `datasets` reads the files."""
-    texts = [path for path in files if inner_suffix(path) != ".parquet"]
+    texts = []
+    for path in files:
+        if inner_suffix(path) != ".parquet":
+            texts.append(path)
     encodings = {_encoding(path, request) for path in texts}
     if len(encodings) > 1:
         raise DataError(
@@ -172,7 +184,10 @@ def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any
         return {}
     encoding = encodings.pop()
     options: dict[str, Any] = {"encoding": encoding}
-    tables = [path for path in texts if _KINDS[inner_suffix(path)] == "csv"]
+    tables = []
+    for path in texts:
+        if _KINDS[inner_suffix(path)] == "csv":
+            tables.append(path)
     styles = {path: _csv_style(path, encoding, request) for path in tables}
     if len(set(styles.values())) > 1:
         kinds = ", ".join(f"{path.name} by {style[0]!r}" for path, style in list(styles.items())[:3])
@@ -236,8 +251,16 @@ def _check_header(path: Path, rows: list[list[str]], request: DataRequest) -> No
     way_out = "the first line must name each column once; write one"
     if len(rows) > 1 and len(rows[1]) > len(names):
         raise DataError(f"{subject} has {len(names)} names, and the next {len(rows[1])} values; {way_out}")
-    value = next((name for name in names if _FRACTION.fullmatch(name.strip())), "")
-    twice = next((name for index, name in enumerate(names) if name and name in names[:index]), "")
+    value = ""
+    for name in names:
+        if _FRACTION.fullmatch(name.strip()):
+            value = name
+            break
+    twice = ""
+    for index, name in enumerate(names):
+        if name and name in names[:index]:
+            twice = name
+            break
     if value or twice:
         what = f"the number {value!r}" if value else f"{twice!r} twice"
         raise DataError(f"{subject} has {what}; {way_out}")
@@ -253,7 +276,11 @@ def _encoding(path: Path, request: DataRequest) -> str:
         with open_plain(path) as file:
             begin = file.read(4)
         marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-        encoding = next((name for mark, name in marks.items() if begin.startswith(mark)), "utf-8")
+        encoding = "utf-8"
+        for mark, name in marks.items():
+            if begin.startswith(mark):
+                encoding = name
+                break
     try:
         with open_plain(path) as file:
             text = io.TextIOWrapper(file, encoding)

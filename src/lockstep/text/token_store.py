@@ -412,10 +412,9 @@ class TokenCorpus:
 
     def _samples(self, shards: list[str] | None, name: str, packing: Packing, masked: bool) -> Samples:
         """Open a split: its shards, or its only file."""
-        parts: list[TokenSamples] = [
-            _KINDS[packing.kind](self.folder / f"{shard}.bin", self.vocab_size, packing.seq_len, masked)
-            for shard in shards or [name]
-        ]
+        parts: list[TokenSamples] = []
+        for shard in shards or [name]:
+            parts.append(_KINDS[packing.kind](self.folder / f"{shard}.bin", self.vocab_size, packing.seq_len, masked))
         if shards is None:
             return parts[0]
         return TokenShards(parts)
@@ -595,7 +594,11 @@ def begin_corpus(
         tokenizer = trained
     first_example = next((example for split in train for example, _ in split.read()), Example(""))
     begin = islice(train[0].read(), _GROUP) if first_example.messages else ()
-    with_tools = next((example for example, _ in begin if example.tools), None)
+    with_tools = None
+    for example, _ in begin:
+        if example.tools:
+            with_tools = example
+            break
     notes = []
     if with_tools and not _renders_tools(tokenizer, with_tools):
         notes.append("the column tools is ignored: the tokenizer's chat template does not use it")

@@ -510,7 +510,10 @@ def _host_floats(row: list[Any]) -> list[Any]:
 
     Small tensors that outlive a forward fragment the heap.
     """
-    return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float_of(_detach(v)) for v in row]
+    floats = []
+    for v in row:
+        floats.append(_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float_of(_detach(v)))
+    return floats
 
 
 def _detach(value: Any) -> Any:
@@ -528,7 +531,10 @@ def _read_rows(rows: list[list[Any]]) -> list[list[float]]:
                 tensors.append(value.detach().double().reshape(()))
     # Waits for the device, once for each set.
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
+    values = []
+    for row in rows:
+        values.append([next(numbers) if isinstance(v, Tensor) else float(v) for v in row])
+    return values
 
 
 # --- evaluation sets
@@ -572,7 +578,10 @@ def build_evaluation_batches(config: Config, task: Task, sets: Mapping[str, Any]
     sizes = {name: len(dataset) for name, dataset in sets.items()}
     # With sets of different lengths the ranks would wait for each other forever.
     world.check_same("evaluation set", {"names": list(sizes), "samples": list(sizes.values())})
-    return {name: _build_batches(config, task, dataset, world) for name, dataset in sets.items()}
+    batches = {}
+    for name, dataset in sets.items():
+        batches[name] = _build_batches(config, task, dataset, world)
+    return batches
 
 
 def _build_batches(config: Config, task: Task, dataset: Any, world: World) -> Batches:

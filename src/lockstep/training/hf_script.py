@@ -141,7 +141,10 @@ def _set_results(trainer: Any, config: Config, task: TrainerTask, result: Result
     if best or any(map(is_dtensor, trainer.model.parameters())):
         # The weights are loaded into trainer.model.
         load(result.folder, task, "best" if best else "last", trainer.args.device)
-    losses = [entry["loss"] for entry in history if "loss" in entry]
+    losses = []
+    for entry in history:
+        if "loss" in entry:
+            losses.append(entry["loss"])
     loss = math.fsum(losses) / len(losses) if losses else math.nan
     metrics = {"train_runtime": seconds, "train_loss": loss, "epoch": epochs}
     return of_transformers(trainer).TrainOutput(result.global_step, loss, metrics)
@@ -151,7 +154,10 @@ def _read_history(trainer: Any, result: Result) -> list[dict[str, Any]]:
     """Return the run's records in the Trainer's format; [] on other processes than the first."""
     if not trainer.is_world_process_zero():
         return []
-    return [dict(_rename(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
+    history = []
+    for record in jsonl.read(result.folder / "metrics.jsonl"):
+        history.append(dict(_rename(record)))
+    return history
 
 
 _TRAINER_NAMES = {"running_loss": "loss", "lr": "learning_rate", "grad_norm": "grad_norm", "global_step": "step"}

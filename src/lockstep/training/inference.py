@@ -268,7 +268,10 @@ def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: 
         print(json.dumps(fields, indent=1, allow_nan=False))
         return
     # The items of each set, if there are several sets.
-    counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}
+    counts = {}
+    for name, value in record.metrics.items():
+        if name.endswith("/items"):
+            counts[name] = value
     on = ", ".join(f"{value:,.0f} {items} of {name.removesuffix('/items')}" for name, value in counts.items())
     weights = ", averaged weights" if request.ema else ""
     print(f"{printable(request.run)} after step {record.step}{weights}, on {on or f'{record.items:,} {items}'}")
@@ -383,7 +386,9 @@ def _as_checkpoint(tensors: dict[str, Tensor]) -> FullTensors:
     """Wrap tensors in memory as those of a checkpoint; tied ones are stored once."""
     by_storage: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
     entries = {}
-    contiguous = {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
+    contiguous = {}
+    for name, tensor in tensors.items():
+        contiguous[f"model/{name}"] = tensor.detach().contiguous()
     for name, tensor in contiguous.items():
         entry = StoredTensor(dtype_name(tensor.dtype), tuple(tensor.shape), [])
         entries[name] = by_storage.setdefault((tensor.data_ptr(), tuple(tensor.shape)), entry)

@@ -77,7 +77,9 @@ def _discard(run: str, path: Path, steps: list[int]) -> None:
 
 def _print_removed(sizes: dict[int, int], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        entries = [{"step": step, "bytes": size, "removed": not dry_run} for step, size in sizes.items()]
+        entries = []
+        for step, size in sizes.items():
+            entries.append({"step": step, "bytes": size, "removed": not dry_run})
         print(json.dumps(entries, indent=1))
         return
     verb = "would remove" if dry_run else "removed"
@@ -120,4 +122,9 @@ def _bytes_in(path: Path) -> int:
     with suppress(CheckpointError):
         if attached(path):
             return read_manifest(path).size
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    # A link counts as itself: its target may be elsewhere.
+    total = 0
+    for file in path.rglob("*"):
+        if file.is_file():
+            total += file.lstat().st_size
+    return total

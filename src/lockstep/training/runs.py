@@ -101,7 +101,11 @@ def list_runs(folder: Path) -> list[RunRow]:
     if _is_run(folder):
         return [_read_run(folder.resolve())]
     try:
-        inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
+        inside = []
+        for path in folder.iterdir():
+            if not path.name.startswith(".") and path.is_dir():
+                inside.append(path)
+        inside.sort()
     except OSError as error:
         name = printable(str(folder))
         raise ConfigError(f"{name}: {error.strerror or error}; give the folder of train --save-dir") from error
@@ -151,10 +155,14 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
     if metrics.is_file():
-        row.last_record, row.seconds = metrics.stat().st_mtime, _sum_seconds(metrics)
+        row.last_record = metrics.stat().st_mtime
+        row.seconds = _sum_seconds(metrics)
         if not records and metrics.stat().st_size:
             row.note = row.note or "metrics.jsonl is damaged"
-    losses = [record["running_loss"] for record in records if "running_loss" in record]
+    losses = []
+    for record in records:
+        if "running_loss" in record:
+            losses.append(record["running_loss"])
     row.last_loss = _number(losses[-1]) if losses else None
     for position in [*records, dataclasses.asdict(state.place) if state.place else {}]:
         step = _integer(position.get("global_step"))

@@ -56,7 +56,9 @@ def group_rows(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     remaining = dict(names)
     for number, group in enumerate(optimizer.param_groups):
-        members = [(remaining.pop(parameter), parameter) for parameter in group["params"]]
+        members = []
+        for parameter in group["params"]:
+            members.append((remaining.pop(parameter), parameter))
         rates = (f"{group['lr']:g}", f"{group.get('weight_decay', 0.0):g}")
         label = " muon" if group.get("muon") else ""
         rows.append((f"{number}{label}", *_sizes(members), *rates, _shorten([name for name, _ in members])))

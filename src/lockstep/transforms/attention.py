@@ -249,7 +249,10 @@ def heads_of(model: nn.Module) -> Shape | None:
 
 def _number(config: Any, *names: str) -> float:
     values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int | float) and not isinstance(value, bool)), 0)
+    for value in values:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    return 0
 
 
 def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> str:

@@ -149,7 +149,8 @@ class Recording(_BatchNorm):
         """Create and return the records: `mean` and `var` [channels], and `runs`, all zeros."""
         assert self.running_mean is not None
         assert self.running_var is not None
-        self.mean, self.var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        self.mean = torch.zeros_like(self.running_mean)
+        self.var = torch.zeros_like(self.running_var)
         self.runs = torch.zeros((), dtype=torch.int64, device=self.mean.device)
         self.share = self.momentum
         return self.mean, self.var, self.runs
@@ -373,11 +374,17 @@ def _differentiable_gradients(
             tensors.append(tensor)
         else:
             tensors.append(None)
-    needed = [tensor for tensor in tensors if tensor is not None]
+    needed = []
+    for tensor in tensors:
+        if tensor is not None:
+            needed.append(tensor)
     with torch.enable_grad(), empty_slot(not ctx.counts):
         output = _normalise_by_parts(input, weight, bias, ctx.eps)
         gradients = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
-    return [None if tensor is None else next(gradients) for tensor in tensors]
+    present = []
+    for tensor in tensors:
+        present.append(None if tensor is None else next(gradients))
+    return present
 
 
 def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -456,7 +463,11 @@ def _is_other(module: nn.Module) -> bool:
 
 def recorders(model: nn.Module) -> list[Recording]:
     """Return the model's recording layers with running statistics, in order."""
-    return [module for module in model.modules() if isinstance(module, Recording) and module.running_mean is not None]
+    modules = []
+    for module in model.modules():
+        if isinstance(module, Recording) and module.running_mean is not None:
+            modules.append(module)
+    return modules
 
 
 def synchronised(model: nn.Module, say: Callable[[str], None]) -> nn.Module:

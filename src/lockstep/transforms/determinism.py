@@ -177,13 +177,8 @@ def pin_compiler() -> None:
     plain run.
     """
     config: Any = importlib.import_module(_DYNAMO)
-    values = (
-        False,
-        # It splits a graph at DDP's buckets, which only DDP has.
-        False,
-        max(config.recompile_limit, _SHAPE_LIMIT),
-        True,
-    )
+    # The second splits a graph at DDP's buckets, which only DDP has.
+    values = [False, False, max(config.recompile_limit, _SHAPE_LIMIT), True]
     _change_compiler({setting: value for both, value in zip(_DYNAMOS, values, strict=True) for setting in both})
 
 
@@ -255,7 +250,11 @@ def autotuned() -> list[str]:
 
     The choice differs from run to run.
     """
-    return [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
+    names = []
+    for name in _AUTOTUNE:
+        if os.environ.get(name) == "1":
+            names.append(name)
+    return names
 
 
 def check_graphs() -> None:

@@ -411,4 +411,8 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _with_ending(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if "ending" in vars(module)]
+    modules = []
+    for module in model.modules():
+        if "ending" in vars(module):
+            modules.append(module)
+    return modules

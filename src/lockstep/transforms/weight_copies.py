@@ -74,8 +74,11 @@ class WeightCopies:
         layers = (m for m in model.modules() if _is_plain_linear(m))
         modules: dict[nn.Module, tuple[str, ...]] = dict.fromkeys(layers, ("weight", "bias"))
         for module in model.modules():
-            modules |= {getattr(module, name): ("weight",) for name in getattr(module, "multiplies_by", ())}
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            for name in getattr(module, "multiplies_by", ()):
+                modules[getattr(module, name)] = ("weight",)
+        names: dict[Tensor, str] = {}
+        for name, parameter in model.named_parameters():
+            names[parameter] = name
         # Tied weights have one copy.
         copied = dict[Tensor, Tensor]()
         for module, attributes in modules.items():
@@ -127,7 +130,10 @@ class WeightCopies:
         Detected by torch's version counter.
         """
         pairs = zip(self._pairs, self._versions, strict=False)
-        return next((pair.name for pair, version in pairs if pair.master._version != version), "")
+        for pair, version in pairs:
+            if pair.master._version != version:
+                return pair.name
+        return ""
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -202,7 +208,10 @@ def weight_of(module: Any, input: Tensor) -> Tensor:
 def copies_of(model: nn.Module) -> WeightCopies | None:
     """Return the copies of a model's weights; None if it has none."""
     candidates = (vars(module).get("copies") for module in model.modules())
-    return next((copies for copies in candidates if isinstance(copies, WeightCopies)), None)
+    for copies in candidates:
+        if isinstance(copies, WeightCopies):
+            return copies
+    return None
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

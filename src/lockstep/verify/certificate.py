@@ -31,7 +31,10 @@ def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) ->
     """Build a certificate as plain values: the request, the single process's trace, the table's rows."""
     about = run_dir.describe_process()
     # The host name does not change a result, and may be private.
-    machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
+    machine = {}
+    for key, value in about["machine"].items():
+        if key != "hostname":
+            machine[key] = value
     return {
         "format": _FORMAT,
         "versions": about["versions"],
@@ -134,7 +137,10 @@ def against(content: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance
 def _compare_step(actual: dict[str, Any], expected: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
     """Compare a step's record with the certificate's, as a rank's record."""
     step = actual["step"]
-    tensor_types = [tensor_type for tensor_type in TENSORS if tensor_type in actual]
+    tensor_types = []
+    for tensor_type in TENSORS:
+        if tensor_type in actual:
+            tensor_types.append(tensor_type)
     return actual | {
         tensor_type: _compare_tensors(actual[tensor_type], expected.get(tensor_type), step, tolerance)
         for tensor_type in tensor_types

@@ -56,7 +56,11 @@ class Traces:
 
     def slots(self, step: int) -> dict[int, dict[str, Any]]:
         """Return the reference's micro-batches of a step that count, by number."""
-        return {slot["micro"]: slot for slot in self.reference["steps"][step]["slots"] if slot["weight"]}
+        by_micro = {}
+        for slot in self.reference["steps"][step]["slots"]:
+            if slot["weight"]:
+                by_micro[slot["micro"]] = slot
+        return by_micro
 
     def pairs(self, step: int) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
         """Yield (rank, its micro-batch, the reference's) for all that count."""
@@ -355,7 +359,10 @@ def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, flo
 
 def _tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:
     """Yield tensors of a kind that differ from the reference's or between replicas."""
-    records = [(rank, record[kind]) for rank, record in traces.records(step) if kind in record]
+    records = []
+    for rank, record in traces.records(step):
+        if kind in record:
+            records.append((rank, record[kind]))
     for rank, comparison in records:
         if comparison["missing"]:
             text = "only one of the two runs has this tensor"

@@ -346,7 +346,8 @@ class _RankMeanEngine(_StepCounter):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.share_step != self.steps_done:
             assert self.context.step_loader is not None
-            self.share_step, items = self.steps_done, number(self.context.step_loader.items(self.steps_done))
+            items = number(self.context.step_loader.items(self.steps_done))
+            self.share_step = self.steps_done
             # All ranks, once for each step: the planted mean needs every rank's items.
             items_by_rank = self.context.world.gather(items)  # collective
             self.share = sum(items_by_rank) / (items * len(items_by_rank) or 1)

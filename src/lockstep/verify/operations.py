@@ -37,7 +37,9 @@ class DtypeTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.dtypes |= {t.dtype for t in _tensors(result) if t.is_floating_point() or t.is_complex()}
+        for t in _tensors(result):
+            if t.is_floating_point() or t.is_complex():
+                self.dtypes.add(t.dtype)
         return result
 
     @property
@@ -71,7 +73,10 @@ class OperationLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        digests = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
+        digests = []
+        for tensor in _tensors(result):
+            if not tensor.is_meta:
+                digests.append(digest(tensor))
         # A new tensor without values has uninitialised memory, which differs from run to run.
         if digests and not str(function).startswith(("aten.empty", "aten.new_empty")):
             self.lines.append((self._inside[-1] if self._inside else "", str(function), digests))

@@ -180,7 +180,9 @@ class StepRecorder:
         for state_type in _KINDS:
             present[state_type] = self._reference.record(state_type, present["step"], state[state_type])
         present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
-        self.ended = {state_type: {name: digest(local_of(t)) for name, t in state[state_type]} for state_type in _KINDS}
+        self.ended = {}
+        for state_type in _KINDS:
+            self.ended[state_type] = {name: digest(local_of(t)) for name, t in state[state_type]}
         # An engine may shard a parameter's state while the model has the full tensor, or has it only at times. So
         # digest what the model has now, to find changes between two updates.
         local = [(name, local_of(p)) for name, p in self._model.named_parameters()]
@@ -227,7 +229,10 @@ class StepRecorder:
             self._before_first(step)
 
     def _before_first(self, step: dict[str, Any]) -> None:
-        trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        trainable = []
+        for name, p in self._model.named_parameters():
+            if p.requires_grad:
+                trainable.append((name, p))
         gradients = []
         for n, p in trainable:
             if p.grad is not None and self._one_update:
@@ -239,9 +244,9 @@ class StepRecorder:
         if self.ended:
             digests = self.ended["held"]
             local = [(name, local_of(p)) for name, p in trainable]
-            step["changed"] += [
-                ["weights", n] for n, p in local if n in digests and p.numel() and digests[n] != digest(p)
-            ]
+            for n, shard in local:
+                if n in digests and shard.numel() and digests[n] != digest(shard):
+                    step["changed"].append(["weights", n])
 
 
 class _Probe(ForwardingEngine):

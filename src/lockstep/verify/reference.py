@@ -248,7 +248,9 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
             result["offsets"][name] = list(block.offsets)
         result["apart"] += _difference(result, name, local, expected_part, block, limit_of)
     result["apart"] = math.sqrt(result["apart"])
-    result["missing"] += [name for name in expected.names if name not in names]
+    for name in expected.names:
+        if name not in names:
+            result["missing"].append(name)
     return result
 
 

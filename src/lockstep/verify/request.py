@@ -264,8 +264,14 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
         if size < 1:
             raise ConfigError(f"--world-sizes {size} must be at least 1")
     # An engine of one process ignores the world sizes.
-    single = [name for name, entry in ENGINES.items() if entry.one_process]
-    pairs = [(name, 1) for name in single if name in engines or name == PLAIN]
+    single = []
+    for name, entry in ENGINES.items():
+        if entry.one_process:
+            single.append(name)
+    pairs = []
+    for name in single:
+        if name in engines or name == PLAIN:
+            pairs.append((name, 1))
     pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
     combinations = [
         Combination(name, size, how)
@@ -458,12 +464,19 @@ class VerifyTable:
     @property
     def ok(self) -> bool:
         """Whether every combination that ran agrees."""
-        ran = [row for row in self.rows if row.verdict != "unavailable"]
+        ran = []
+        for row in self.rows:
+            if row.verdict != "unavailable":
+                ran.append(row)
         return self.difference is None and bool(ran) and all(row.ok for row in ran)
 
     @property
     def unavailable(self) -> list[TableRow]:
-        return [row for row in self.rows if row.verdict == "unavailable"]
+        rows = []
+        for row in self.rows:
+            if row.verdict == "unavailable":
+                rows.append(row)
+        return rows
 
     def __str__(self) -> str:
         width = max((len(str(row.combination)) for row in self.rows), default=0)

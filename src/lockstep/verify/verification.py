@@ -285,7 +285,10 @@ class Verification:
         self._check_available()
 
     def _check_available(self) -> None:
-        missing = [row for row in self._rows.values() if row.verdict == "unavailable"]
+        missing = []
+        for row in self._rows.values():
+            if row.verdict == "unavailable":
+                missing.append(row)
         if missing and not self._request.skip_unavailable:
             reasons = "; ".join(f"{row.combination} cannot run here: {row.reason}" for row in missing)
             raise ConfigError(f"{reasons}; drop it, or add --skip-unavailable")
@@ -303,7 +306,10 @@ class Verification:
         chosen = self._request.config.micro_batch_size or (
             self._request.config.batch_size // self._reference["micro_batches"]
         )
-        worlds = [entry.world_size for entry in combinations if entry not in self._rows]
+        worlds = []
+        for entry in combinations:
+            if entry not in self._rows:
+                worlds.append(entry.world_size)
         if is_open:
             size = _busy_size(self._request.config.batch_size, chosen, worlds)
         else:
@@ -502,7 +508,9 @@ def repeats(first: list[dict[str, Any]], second: list[dict[str, Any]], step: int
             for slot, peer in zip(a["slots"], b["slots"], strict=True):
                 if any(slot[key] != peer[key] for key in ("data", "seeded", "drawn")):
                     return False
-                pairs += [(slot[key], peer[key]) for key in ("loss", "scaled") if slot[key] is not None]
+                for key in ("loss", "scaled"):
+                    if slot[key] is not None:
+                        pairs.append((slot[key], peer[key]))
             if not all(tolerance.close(a["step"], *pair) for pair in pairs):
                 return False
         if step >= len(trace["steps"]) and trace.get("evaluation") != repeat.get("evaluation"):
@@ -588,7 +596,10 @@ def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:
         The description, or "".
     """
     steps = reference["steps"]
-    wrong = {at: name for at, step in enumerate(steps) if (name := _not_finite(step))}
+    wrong = {}
+    for at, step in enumerate(steps):
+        if name := _not_finite(step):
+            wrong[at] = name
     if not wrong or (skips and len(wrong) < len(steps)):
         return ""
     first_step = min(wrong)
@@ -603,7 +614,10 @@ def _skips(config: Config) -> bool:
 
 def _not_finite(step: dict[str, Any]) -> str:
     """Name the number of a step that is not finite; "" if there is none."""
-    losses = [slot["loss"] for slot in step["slots"] if slot["loss"] is not None]
+    losses = []
+    for slot in step["slots"]:
+        if slot["loss"] is not None:
+            losses.append(slot["loss"])
     if not all(map(math.isfinite, losses)):
         return "loss"
     if math.isfinite(step["norm"]):
@@ -782,9 +796,9 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
     for key in ("engines", "world_sizes", "steps", "resume_at"):
         if key in own.named:
             conflicts.append(key)
-    conflicts += [
-        key for key, value in cli.flatten(config).items() if value != flags[key] and key not in _MACHINE_FLAGS
-    ]
+    for key, value in cli.flatten(config).items():
+        if value != flags[key] and key not in _MACHINE_FLAGS:
+            conflicts.append(key)
     if conflicts:
         flags_text = ", ".join(f"--{key.replace('_', '-')}" for key in conflicts)
         raise ConfigError(f"--against takes {flags_text} from the certificate; drop these flags")

@@ -118,7 +118,8 @@ def _trace(world: World, say: Callable[..., None], spec: TrainingSpec) -> dict[s
             checkpoint.load(built.setup.source, tensors, world)  # collective
             built.load_state_dict(tensors)
             del tensors
-        context.model, context.step_loader = built.model, built.batches.from_step(built.start)
+        context.model = built.model
+        context.step_loader = built.batches.from_step(built.start)
         recorder = StepRecorder(
             fault.inside(built.engine, context),
             built.model,

@@ -57,7 +57,10 @@ def check_arguments(trainer: Any) -> None:
         raise _unsupported(
             "train_sampling_strategy", sampling, "its lists are made for one number of ranks: use group_by_length"
         )
-    unknown = [name for name in getattr(args, "report_to", None) or [] if name not in SINKS]
+    unknown = []
+    for name in getattr(args, "report_to", None) or []:
+        if name not in SINKS:
+            unknown.append(name)
     if unknown:
         raise _unsupported(
             "report_to", unknown, f"the sinks are {', '.join(SINKS)}: log to others in the loop of lockstep.Run"
@@ -120,10 +123,19 @@ def _argument_fields(args: Any) -> list[Any]:
 
     The class is TrainingArguments, or trl's config.
     """
-    bases = [base for base in type(args).__mro__ if base.__module__.startswith("trl.")]
-    bases += [base for base in type(args).__mro__ if base.__name__ == "TrainingArguments"]
+    bases = []
+    for base in type(args).__mro__:
+        if base.__module__.startswith("trl."):
+            bases.append(base)
+    for base in type(args).__mro__:
+        if base.__name__ == "TrainingArguments":
+            bases.append(base)
     names = {spec.name for spec in dataclasses.fields(next(iter(bases), type(args)))}
-    return [spec for spec in dataclasses.fields(args) if spec.name in names or spec.name in ARGUMENTS]
+    specs = []
+    for spec in dataclasses.fields(args):
+        if spec.name in names or spec.name in ARGUMENTS:
+            specs.append(spec)
+    return specs
 
 
 def _is_set(spec: Any, setting: Any) -> bool:

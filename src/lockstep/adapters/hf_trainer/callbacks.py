@@ -42,11 +42,10 @@ def callbacks_of(trainer: Any) -> list[Any]:
     Raises:
         ConfigError: one ends epochs early, which no run can do.
     """
-    user_callbacks = [
-        callback
-        for callback in trainer.callback_handler.callbacks
-        if not type(callback).__module__.startswith(PACKAGES)
-    ]
+    user_callbacks = []
+    for callback in trainer.callback_handler.callbacks:
+        if not type(callback).__module__.startswith(PACKAGES):
+            user_callbacks.append(callback)
     for callback in user_callbacks:
         if "should_epoch_stop" in _stored(callback):
             raise ConfigError(f"from_trainer: the callback {type(callback).__name__} {_EPOCH_STOP}")
@@ -55,7 +54,10 @@ def callbacks_of(trainer: Any) -> list[Any]:
 
 def _stored(callback: Any) -> set[str]:
     """Return the attributes that a callback's methods assign, of any object."""
-    kinds = [base for base in type(callback).__mro__ if base is not object]
+    kinds = []
+    for base in type(callback).__mro__:
+        if base is not object:
+            kinds.append(base)
     codes = []
     for base in kinds:
         for attribute in vars(base).values():
@@ -170,7 +172,8 @@ class Events(Hooks):
         state = trainer.state
         control = trainer.control
         args = trainer.args
-        state.global_step, state.epoch = global_step, self._position(global_step)
+        state.epoch = self._position(global_step)
+        state.global_step = global_step
         every = {}
         for name in ("logging", "eval", "save"):
             every[name] = value(getattr(args, f"{name}_strategy"))
@@ -213,7 +216,10 @@ class Events(Hooks):
                 if key.startswith(prefix):
                     numbers[key.removeprefix(prefix)] = number
             before = f"eval_{name}_" if name else "eval_"
-            logs = {f"{before}{key}": number for key, number in numbers.items() if key != "items"}
+            logs = {}
+            for key, number in numbers.items():
+                if key != "items":
+                    logs[f"{before}{key}"] = number
             self._log(logs)
             self._trainer.control.should_evaluate = False
             self._event("on_evaluate", metrics=logs)
@@ -235,7 +241,9 @@ class Events(Hooks):
     # Hooks of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
-        trainer, self._tries, self._start = self._trainer, False, time.perf_counter()
+        trainer = self._trainer
+        self._tries = False
+        self._start = time.perf_counter()
         stored = context.state.get("trainer", {})
         trainer.state.log_history = list(stored.get("log_history", []))
         for name in ("best_metric", "best_global_step"):
@@ -243,7 +251,9 @@ class Events(Hooks):
         for callback in self._callbacks:
             for name, attribute in stored.get("callbacks", {}).get(type(callback).__name__, {}).items():
                 setattr(callback, name, attribute)
-        trainer.state.global_step, trainer.state.epoch, self._logged = done, self._position(done), done
+        trainer.state.epoch = self._position(done)
+        trainer.state.global_step = done
+        self._logged = done
         # Called once, even if the run is rolled back to a checkpoint.
         if not self._begun:
             self._begun = True
@@ -303,7 +313,8 @@ class Events(Hooks):
         if not callbacks:
             return
         more |= {"processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
-        more |= {entry: _Absent(entry) for entry in ("lr_scheduler", "train_dataloader", "eval_dataloader")}
+        for entry in ("lr_scheduler", "train_dataloader", "eval_dataloader"):
+            more[entry] = _Absent(entry)
         with generators_kept():
             for entry in callbacks:
                 new_control = getattr(entry, name)(

@@ -174,7 +174,10 @@ def _evaluates(trainer: Any) -> bool:
     Raises:
         ConfigError: it has its own evaluation methods, and `eval_strategy` is not "no".
     """
-    overridden = [method for method in EVALUATION if is_own(trainer, method)]
+    overridden = []
+    for method in EVALUATION:
+        if is_own(trainer, method):
+            overridden.append(method)
     if overridden and value(trainer.args.eval_strategy) != "no":
         raise ConfigError(
             f"from_trainer: {type(trainer).__name__} overrides `{overridden[0]}`, which lockstep does not call: set "

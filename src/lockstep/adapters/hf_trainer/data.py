@@ -179,7 +179,10 @@ class Predictions(RowsMetric):
                 if value is not None:
                     container.add(value)
             arrays[field_name] = container.get_arrays()
-        missing = {name for name in ("inputs", "losses") if arrays[name] is None}
+        missing = set()
+        for name in ("inputs", "losses"):
+            if arrays[name] is None:
+                missing.add(name)
         inputs = {name: value for name, value in arrays.items() if name not in missing}
         metrics = self._trainer.compute_metrics(module.EvalPrediction(**inputs))
         if not isinstance(metrics, Mapping):

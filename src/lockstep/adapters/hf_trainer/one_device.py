@@ -24,8 +24,13 @@ def one_device(trainer: Any) -> Iterator[None]:
     accelerator = getattr(trainer, "accelerator", None)
     states = [getattr(trainer.args, "distributed_state", None), getattr(accelerator, "state", None)]
     # Accelerate's state objects share one dict for each class.
-    shared = [vars(state) for state in states if state is not None]
-    before = [{name: state[name] for name in _ONE_DEVICE if name in state} for state in shared]
+    shared = []
+    for state in states:
+        if state is not None:
+            shared.append(vars(state))
+    before = []
+    for state in shared:
+        before.append({name: state[name] for name in _ONE_DEVICE if name in state})
     for state, saved in zip(shared, before, strict=True):
         state.update({name: _ONE_DEVICE[name] for name in saved})
     try:

@@ -65,9 +65,9 @@ class SchedulerReplay:
     def attach(self, optimizer: Optimizer) -> None:
         """Write into the groups of a new optimizer from now on."""
         self._optimizer = optimizer
-        self._base = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
+        self._base = []
+        for group in optimizer.param_groups:
+            self._base.append({key: setting for key, setting in group.items() if key != "params"})
         # The run may make a new optimizer for other parameters; the schedule continues on it.
         if before := self._rates:
             self._make_rates().replay([list(entry) for entry in before.history], before.position)
@@ -120,7 +120,10 @@ def _shadow_of(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups, without parameters of the model."""
     groups = []
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "names")}
+        settings = {}
+        for key, setting in group.items():
+            if key not in ("params", "names"):
+                settings[key] = setting
         # An empty tensor in place of the group's parameters takes no memory.
         groups.append({**settings, "params": [torch.zeros(0, device="cpu")]})
     shadow = torch.optim.SGD(groups, lr=float(optimizer.param_groups[0]["lr"]))

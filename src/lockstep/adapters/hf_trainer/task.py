@@ -80,7 +80,8 @@ class TrainerTask(Task):
         self._batching = batching
         self._training = training
         self._evaluates = evaluates
-        self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
+        self._recipe = _optimizer_factory(trainer)
+        self._schedule = schedule_of(trainer)
         self.live_rates = self._schedule
         self.hooks = self._schedule.hooks if self._schedule else None
         self._predictions = Predictions(trainer)
@@ -126,9 +127,10 @@ class TrainerTask(Task):
             return self._training
         dataset = self.trainer.eval_dataset if self._evaluates else None
         if isinstance(dataset, dict):
-            return {
-                name: samples_of(self.trainer, subset, f"eval_dataset['{name}']") for name, subset in dataset.items()
-            }
+            datasets = {}
+            for name, subset in dataset.items():
+                datasets[name] = samples_of(self.trainer, subset, f"eval_dataset['{name}']")
+            return datasets
         if dataset is None:
             return None
         return samples_of(self.trainer, dataset, "eval_dataset")
@@ -269,10 +271,15 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
         groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
     optimizer_class = type(optimizer)
     accepts = inspect.signature(type(optimizer)).parameters
-    defaults = {key: option for key, option in optimizer.defaults.items() if key in accepts}
+    defaults = {}
+    for key, option in optimizer.defaults.items():
+        if key in accepts:
+            defaults[key] = option
 
     def make(model: nn.Module) -> Optimizer:
-        parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
+        parameters = {}
+        for name, parameter in model.named_parameters():
+            parameters[_plain(name)] = parameter
         members = []
         for group_names, options in groups:
             members.append({**options, "params": [parameters[name] for name in group_names]})

@@ -71,7 +71,10 @@ def check_micro_batches(trainer: Any, config: Config) -> None:
     parts = config.batch_size // config.micro_batch_size
     if origin is None or parts == 1:
         return
-    batch_losses = [name for name in getattr(trainer, "loss_types", ()) if name in BATCH_LOSSES]
+    batch_losses = []
+    for name in getattr(trainer, "loss_types", ()):
+        if name in BATCH_LOSSES:
+            batch_losses.append(name)
     setting = f"loss_type='{batch_losses[0]}'" if batch_losses else ""
     if origin.__module__ == _SFT and trainer.aux_loss_enabled:
         setting = f"router_aux_loss_coef={trainer.router_aux_loss_coef}"
@@ -98,7 +101,10 @@ def adapt(
 
 def _origin(trainer: Any) -> Any:
     """Return the class of trl that the trainer is or derives from; else None."""
-    return next((base for base in type(trainer).__mro__ if base.__module__.startswith("trl.")), None)
+    for base in type(trainer).__mro__:
+        if base.__module__.startswith("trl."):
+            return base
+    return None
 
 
 class _TrlTask(TrainerTask):
@@ -155,7 +161,11 @@ class _TrlTask(TrainerTask):
         self._forget()
         # trl has read its numbers already, so counting does not wait for the device.
         items = self._batching.count(batch)
-        return {name: (float(mean) * items, items) for name, mean in logged.items() if name not in _COUNTED}
+        numbers = {}
+        for name, mean in logged.items():
+            if name not in _COUNTED:
+                numbers[name] = (float(mean) * items, items)
+        return numbers
 
     def _forget(self) -> None:
         for kept in self.trainer._metrics.values():

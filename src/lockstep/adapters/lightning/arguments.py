@@ -54,10 +54,16 @@ def check_arguments(trainer: Any) -> None:
     """
     # Lightning keeps some arguments only in private attributes.
     connector = trainer._accelerator_connector
-    plugins = [getattr(connector, name, None) for name in ("_precision_plugin_flag", "_cluster_environment_flag")]
+    plugins = []
+    for name in ("_precision_plugin_flag", "_cluster_environment_flag"):
+        plugins.append(getattr(connector, name, None))
     plugins.append(getattr(connector, "checkpoint_io", None))
     algorithm = trainer.gradient_clip_algorithm
-    timer = next((extension for extension in trainer.callbacks if type(extension).__name__ == "Timer"), None)
+    timer = None
+    for extension in trainer.callbacks:
+        if type(extension).__name__ == "Timer":
+            timer = extension
+            break
     set_ = {
         "min_epochs": trainer.min_epochs,
         "min_steps": trainer.min_steps,

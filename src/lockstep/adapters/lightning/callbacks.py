@@ -125,7 +125,11 @@ class Served:
         states = {}
         for callback in self._by_hook.get("state_dict", ()):
             states[callback.state_key] = callback.state_dict()
-        return {key: state for key, state in states.items() if state}
+        non_empty = {}
+        for key, state in states.items():
+            if state:
+                non_empty[key] = state
+        return non_empty
 
     def load(self, content: list[Any] | None) -> None:
         """Load the states of a checkpoint; None: the states at the run's start.

@@ -78,7 +78,9 @@ class Sampled(Dataset[Any]):
         self.size = size
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = inner.__getitems__
-        self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
+        self.draws_random = draws(inner)
+        self.collation_draws = collate_draws(inner)
+        self.known_rows = rows_of(inner)
 
     def __len__(self) -> int:
         return self.size
@@ -275,7 +277,9 @@ class LoaderDraws:
                 for item in within(self._sampler):
                     if callable(getattr(item, "set_epoch", None)):
                         item.set_epoch(drawn_epoch)
-                drawn = [list(item) if isinstance(item, list) else item for item in self._sampler]
+                drawn = []
+                for item in self._sampler:
+                    drawn.append(list(item) if isinstance(item, list) else item)
         return drawn
 
 
@@ -379,8 +383,14 @@ def _length(sampler: Any, name: str) -> int:
 
 
 def _generators(sampler: Any) -> list[torch.Generator]:
-    generators = [getattr(candidate, "generator", None) for candidate in within(sampler)]
-    return [candidate for candidate in generators if isinstance(candidate, torch.Generator)]
+    generators = []
+    for candidate in within(sampler):
+        generators.append(getattr(candidate, "generator", None))
+    candidates = []
+    for candidate in generators:
+        if isinstance(candidate, torch.Generator):
+            candidates.append(candidate)
+    return candidates
 
 
 @dataclass
@@ -459,7 +469,10 @@ def _setup_loaders(module: Any, made: Loaders, name: str) -> dict[str, LoaderPar
     loaders = _call_loader(name, module, made.datamodule, made.seed)
     if loaders is None:
         raise ConfigError(f"{type(module).__name__} has no {name}: define it, or pass a datamodule that has it")
-    return {key: taken_apart(loader, name).held_out() for key, loader in named_loaders(loaders, name).items()}
+    parts = {}
+    for key, loader in named_loaders(loaders, name).items():
+        parts[key] = taken_apart(loader, name).held_out()
+    return parts
 
 
 def _call_setup(module: Any, datamodule: Any, stage: str, seed: int) -> None:
@@ -497,7 +510,10 @@ def _prepare(module: Any, datamodule: Any, seed: int) -> None:
 
     The other ranks wait.
     """
-    owners = [candidate for candidate in (datamodule, module) if written(candidate, "prepare_data")]
+    owners = []
+    for candidate in (datamodule, module):
+        if written(candidate, "prepare_data"):
+            owners.append(candidate)
     if not owners:
         return
 
@@ -537,7 +553,8 @@ def tested(task: Any) -> dict[str, float]:
             for batch in _batches(list(sets.values())[index], index, task.trainer.limit_test_batches):
                 test_task.evaluate(task.module, _to_device(task, batch))
             numbers = epoch.compute()
-            results |= {task.metric_name(name, key) if name else key: value for key, value in numbers.items()}
+            for key, value in numbers.items():
+                results[task.metric_name(name, key) if name else key] = value
     task.life.teardown("test")
     return results
 

@@ -226,7 +226,9 @@ class Life(Hooks):
         """Set the number of samples of an epoch and of a step."""
         self._samples = samples
         self._size = size
-        self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
+        self._written_hooks = own_methods(self.module)
+        self._turn = None
+        self._epoch = -1
         self._tries = True
         self._is_started = False
         for stopper in self.served.stoppers:
@@ -477,7 +479,8 @@ class Life(Hooks):
         if best is None:
             return
         for callback in self.trainer.checkpoint_callbacks:
-            callback.best_model_path, callback.best_model_score = best.path, torch.tensor(best.value)
+            callback.best_model_path = best.path
+            callback.best_model_score = torch.tensor(best.value)
 
     def training_values(self) -> dict[str, float]:
         """Return the training values that callbacks monitor. Collective.
@@ -495,11 +498,16 @@ class Life(Hooks):
             metrics = self._metrics
             # Collective over all ranks, once an evaluation. Waits for the device.
             values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))
-            values |= {name: number(result) for name, result in merged_results(self.module, metrics, gather).items()}
+            for name, result in merged_results(self.module, metrics, gather).items():
+                values[name] = number(result)
         plain = {}
         for name, value in values.items():
             plain[name.removesuffix("_step").removesuffix("_epoch")] = value
-        return {name: value for name, value in (plain | values).items() if name in self._monitored}
+        monitored = {}
+        for name, value in (plain | values).items():
+            if name in self._monitored:
+                monitored[name] = value
+        return monitored
 
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
         self._due_values = None
@@ -525,10 +533,19 @@ class Life(Hooks):
             checkpoint = self._checkpoint() | {"callbacks": states}
             keys = set(checkpoint)
             self.hook("on_save_checkpoint", checkpoint)
-            more = {key: value for key, value in checkpoint.items() if key not in keys}
+            more = {}
+            for key, value in checkpoint.items():
+                if key not in keys:
+                    more[key] = value
             # A submodule's tensors are saved anyway: only its name is kept.
-            names = {id(module): name for name, module in self.module.named_modules() if name}
-            own_modules = {key: names[id(value)] for key, value in more.items() if id(value) in names}
+            names = {}
+            for name, module in self.module.named_modules():
+                if name:
+                    names[id(module)] = name
+            own_modules = {}
+            for key, value in more.items():
+                if id(value) in names:
+                    own_modules[key] = names[id(value)]
             if own_modules:
                 state["own_modules"] = own_modules
             state["module"] = packed({k: v for k, v in more.items() if k not in own_modules}, "on_save_checkpoint")
@@ -703,7 +720,8 @@ class Life(Hooks):
         for name, value in values.items():
             if name.endswith(suffix):
                 plain[name.removesuffix(suffix)] = value
-        self.trainer.callback_metrics |= {name: torch.tensor(value) for name, value in plain.items()}
+        for name, value in plain.items():
+            self.trainer.callback_metrics[name] = torch.tensor(value)
         return values
 
     def publish(self, values: Mapping[str, float]) -> None:
@@ -712,8 +730,12 @@ class Life(Hooks):
         logged = self.logged
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         trainer.callback_metrics |= tensors
-        trainer.logged_metrics |= {name: value for name, value in tensors.items() if name not in logged.hidden}
-        trainer.progress_bar_metrics |= {name: value for name, value in tensors.items() if name in logged.shown}
+        for name, value in tensors.items():
+            if name not in logged.hidden:
+                trainer.logged_metrics[name] = value
+        for name, value in tensors.items():
+            if name in logged.shown:
+                trainer.progress_bar_metrics[name] = value
 
     def _watch(self, context: RunContext, done: int, values: Mapping[str, float]) -> None:
         """Step the plateau schedulers due at the end of an epoch, and record their values."""
@@ -756,5 +778,8 @@ def _detached(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):
-        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
+        values = {}
+        for key, value in output.items():
+            values[key] = value.detach() if isinstance(value, torch.Tensor) else value
+        return values
     return output

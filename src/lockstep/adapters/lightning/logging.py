@@ -204,7 +204,10 @@ class Totals:
 
     def plain(self) -> dict[str, list[Any]]:
         """Return name -> [reduction, value, weight] as plain numbers. Waits for the device."""
-        return {name: [reduction, float(value), weight] for name, (reduction, value, weight) in self._totals.items()}
+        plain_totals = {}
+        for name, (reduction, value, weight) in self._totals.items():
+            plain_totals[name] = [reduction, float(value), weight]
+        return plain_totals
 
     def clear(self) -> None:
         self._totals.clear()
@@ -271,5 +274,8 @@ def _rows(value: Any) -> int:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return next((rows for item in value if (rows := _rows(item))), 0)
+        for item in value:
+            if rows := _rows(item):
+                return rows
+        return 0
     return 0

@@ -43,7 +43,8 @@ class Coroutine:
 
     def __init__(self) -> None:
         # Only one of the two threads runs at a time.
-        self._resume, self._yield = threading.Semaphore(0), threading.Semaphore(0)
+        self._resume = threading.Semaphore(0)
+        self._yield = threading.Semaphore(0)
         self._work: Callable[[], Any] | None = None
         self._result: Any = None
         self._error: BaseException | None = None
@@ -240,7 +241,10 @@ class ManualSteps:
 
     def state(self) -> dict[str, Tensor]:
         """Return the positions of the schedulers for a checkpoint."""
-        return {f"schedulers/{index}": scheduler.state for index, scheduler in enumerate(self._schedulers)}
+        states = {}
+        for index, scheduler in enumerate(self._schedulers):
+            states[f"schedulers/{index}"] = scheduler.state
+        return states
 
     def restored(self) -> None:
         """Advance the schedulers to the positions that were loaded into `state`."""
@@ -434,7 +438,11 @@ class ManualSteps:
         return torch.zeros_like(micro.placeholder)
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in _SHARED}
+        values = {}
+        for name, value in vars(module).items():
+            if name not in _SHARED:
+                values[name] = value
+        return values
 
     def _micro_batch(self, call: str) -> _MicroBatch:
         if self._current is None:

@@ -62,7 +62,10 @@ def read(result: Any, *, automatic: bool = True) -> Configured:
                 "and step them in training_step"
             )
         optimizers = [entry.get("optimizer") for entry in result]
-        schedulers = [entry["lr_scheduler"] for entry in result if entry.get("lr_scheduler") is not None]
+        schedulers = []
+        for entry in result:
+            if entry.get("lr_scheduler") is not None:
+                schedulers.append(entry["lr_scheduler"])
     elif isinstance(result, list | tuple):
         optimizers = list(result)
     if not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):

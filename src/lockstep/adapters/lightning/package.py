@@ -27,7 +27,10 @@ PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 def kind_of(value: Any, name: str) -> type | None:
     """Return an object's base class `name` from one of the packages, or None."""
-    return next((base for base in type(value).__mro__ if base.__name__ == name and _in_packages(base)), None)
+    for base in type(value).__mro__:
+        if base.__name__ == name and _in_packages(base):
+            return base
+    return None
 
 
 def written(owner: Any, method: str) -> bool:
@@ -56,7 +59,11 @@ def _of_class(kind: Any) -> frozenset[str]:
 
 @cache
 def _in_class(kind: Any, method: str) -> bool:
-    owner = next((base for base in kind.__mro__ if method in vars(base)), None)
+    owner = None
+    for base in kind.__mro__:
+        if method in vars(base):
+            owner = base
+            break
     if owner is None or _in_packages(owner):
         return False
     return not f"{getattr(vars(owner)[method], '__module__', '')}.".startswith(PACKAGES)

@@ -149,7 +149,9 @@ class Leavings:
             current = vars(module)
             for name in [name for name in current if name not in plain]:
                 del current[name]
-            current.update({name: value for name, value in plain.items() if name not in _VOLATILE})
+            for name, value in plain.items():
+                if name not in _VOLATILE:
+                    current[name] = value
 
     @contextlib.contextmanager
     def noted(self, module: nn.Module, key: Key) -> Iterator[None]:
@@ -171,7 +173,10 @@ class Leavings:
         """
         lists = lists_of(module)
         metrics = metrics_of(module)
-        active = {name: metric for name, metric in metrics.items() if was_updated(metric)}
+        active = {}
+        for name, metric in metrics.items():
+            if was_updated(metric):
+                active[name] = metric
         records = {}
         for name, notes in self._records.items():
             if _matches(notes, lists.get(name)):
@@ -206,11 +211,10 @@ def merged_results(
     all_metrics = metrics_of(module)
     row = list[Any]()
     attributes = {id(metric): attribute for attribute, metric in all_metrics.items()}
-    forms = {
-        name: [attributes[id(metric)], taken_apart(dict(metric.metric_state), row, name)]
-        for name, metric in metrics.items()
-        if id(metric) in attributes and was_updated(metric)
-    }
+    forms = {}
+    for name, metric in metrics.items():
+        if id(metric) in attributes and was_updated(metric):
+            forms[name] = [attributes[id(metric)], taken_apart(dict(metric.metric_state), row, name)]
     # Collective over all ranks, once an evaluation.
     parts = gather([forms, [_encode(tensor) for tensor in row]])
     states: dict[tuple[str, str], list[Any]] = {}
@@ -262,7 +266,9 @@ def lists_of(module: nn.Module) -> dict[str, list[Any]]:
         if type(value) is list:
             lists[name] = value
         elif isinstance(value, dict):
-            lists |= {f"{name}[{key!r}]": items for key, items in value.items() if type(items) is list}
+            for key, items in value.items():
+                if type(items) is list:
+                    lists[f"{name}[{key!r}]"] = items
     return lists
 
 
@@ -324,7 +330,9 @@ def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
         return {"dict": [[key, taken_apart(item, row, name, deep + 1)] for key, item in value.items()]}
     fields = _fields(value)
     if fields is not None and deep < _MAX_DEPTH:
-        inside = [[key, taken_apart(item, row, name, deep + 1)] for key, item in fields.items()]
+        inside = []
+        for key, item in fields.items():
+            inside.append([key, taken_apart(item, row, name, deep + 1)])
         return {"object": [type(value).__module__, type(value).__qualname__, inside]}
     if isinstance(value, list | tuple) and deep < _MAX_DEPTH:
         sequence_type = "tuple" if isinstance(value, tuple) else "list"
@@ -408,7 +416,9 @@ def _rebuild(module: str, name: str, fields: dict[str, Any]) -> Any:
 
 def _fill(parts: list[Any], module: nn.Module, metrics: dict[str, Any]) -> None:
     """Put the values of all ranks into the module's lists and metrics."""
-    rows = [[_decode(text) for text in texts] for _, _, texts in parts]
+    rows = []
+    for _, _, texts in parts:
+        rows.append([_decode(text) for text in texts])
     items_by_name: dict[str, list[tuple[list[int], list[Any]]]] = {}
     for (items, _, _), row in zip(parts, rows, strict=True):
         for name, key, form in items:
@@ -418,9 +428,10 @@ def _fill(parts: list[Any], module: nn.Module, metrics: dict[str, Any]) -> None:
             # Sorted by (step, micro-batch): the order is the same on any number of ranks.
             list_at(module, name)[:] = [item for _, piece in sorted(pieces, key=lambda pair: pair[0]) for item in piece]
     for name, metric in metrics.items():
-        states = [
-            put_together(forms[name], row) for (_, forms, _), row in zip(parts, rows, strict=True) if name in forms
-        ]
+        states = []
+        for (_, forms, _), row in zip(parts, rows, strict=True):
+            if name in forms:
+                states.append(put_together(forms[name], row))
         if states:
             metric.reset()
             merge(metric, states)

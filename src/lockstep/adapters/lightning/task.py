@@ -98,19 +98,20 @@ class Epoch(RowsMetric):
         entries = self._logged.taken()
         self.loss = _loss_of(entries)
         row: list[Any] = []
-        form = {
-            "logged": [_plain_entry(entry) for entry in entries if entry.on_epoch],
-            "appended": {
-                name: taken_apart(items[lengths.get(name, 0) :], row, name)
-                for name, items in lists_of(self._module).items()
-                if len(items) > lengths.get(name, 0)
-            },
-            "metrics": {
-                name: taken_apart(dict(metric.metric_state), row, name)
-                for name, metric in metrics.items()
-                if was_updated(metric)
-            },
-        }
+        # The tensors move into `row`, and the form keeps their positions.
+        logged = []
+        for entry in entries:
+            if entry.on_epoch:
+                logged.append(_plain_entry(entry))
+        appended = {}
+        for name, items in lists_of(self._module).items():
+            if len(items) > lengths.get(name, 0):
+                appended[name] = taken_apart(items[lengths.get(name, 0) :], row, name)
+        updated = {}
+        for name, metric in metrics.items():
+            if was_updated(metric):
+                updated[name] = taken_apart(dict(metric.metric_state), row, name)
+        form = {"logged": logged, "appended": appended, "metrics": updated}
         for name, items in lists_of(self._module).items():
             del items[lengths.get(name, 0) :]
         for name, metric in metrics.items():
@@ -168,8 +169,14 @@ def _plain_entry(entry: LoggedValue) -> list[Any]:
 
 def _loss_of(entries: list[LoggedValue]) -> Any:
     """Return the first logged value named like a loss, for a step without one."""
-    plain = [entry for entry in entries if not is_metric(entry.value)]
-    return next((entry.value for entry in plain if "loss" in entry.name.lower()), None)
+    plain = []
+    for entry in entries:
+        if not is_metric(entry.value):
+            plain.append(entry)
+    for entry in plain:
+        if "loss" in entry.name.lower():
+            return entry.value
+    return None
 
 
 def _text(form: Any) -> Tensor:

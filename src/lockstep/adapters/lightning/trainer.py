@@ -104,7 +104,8 @@ class Standing:
         self.is_last_batch = False
         self.device = torch.device("cpu")
         self.state = _TrainerState(self)
-        self.strategy, self.fit_loop = _Strategy(self), _FitLoop(self)
+        self.strategy = _Strategy(self)
+        self.fit_loop = _FitLoop(self)
         self.precision_plugin = self.strategy
         # Private in Lightning: `LightningModule.log` reads these.
         self._results: Logged | None = Logged()
@@ -209,16 +210,25 @@ class Standing:
         """Set the callbacks, and those of a kind, as the Trainer's properties give them."""
 
         def of_kind(name: str) -> list[Any]:
-            return [callback for callback in callbacks if any(base.__name__ == name for base in type(callback).__mro__)]
+            matches = []
+            for callback in callbacks:
+                if any(base.__name__ == name for base in type(callback).__mro__):
+                    matches.append(callback)
+            return matches
 
-        self.callbacks, self.checkpoint_callbacks = callbacks, of_kind("Checkpoint")
+        self.callbacks = callbacks
+        self.checkpoint_callbacks = of_kind("Checkpoint")
         self.early_stopping_callbacks = of_kind("EarlyStopping")
         self.checkpoint_callback = next(iter(self.checkpoint_callbacks), None)
         self.early_stopping_callback = next(iter(self.early_stopping_callbacks), None)
 
     def settings(self) -> dict[str, Any]:
         """Return the plain values that another process needs to make the same object."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+        values = {}
+        for name, value in vars(self).items():
+            if isinstance(value, bool | int | float | str):
+                values[name] = value
+        return values
 
     def take(self, settings: dict[str, Any]) -> None:
         """Set the values that `settings` returned."""

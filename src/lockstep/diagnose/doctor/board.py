@@ -42,7 +42,10 @@ def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
     It is that of GLOO_SOCKET_IFNAME; else the host name's, if that is an address of this machine; else loopback
     (torch's ProcessGroupGloo).
     """
-    names = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    names = []
+    for name in environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name:
+            names.append(name)
     if names:
         return address_of(names[0]), names[0]
     with contextlib.suppress(OSError):
@@ -150,7 +153,9 @@ class Board:
             return [value]
         self.put(name, value)
         deadline = time.monotonic() + seconds
-        values = [value if rank == self._rank else None for rank in self._ranks()]
+        values = []
+        for rank in self._ranks():
+            values.append(value if rank == self._rank else None)
         for rank in self._ranks():
             if rank == self._rank:
                 continue

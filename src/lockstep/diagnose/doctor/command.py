@@ -65,7 +65,9 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 def _summary(report: DoctorReport) -> str:
     """Return the last line of the report."""
-    counts = {level: sum(line.level == level for line in report.lines) for level in (OK, SKIP, WARN, FAIL)}
+    counts = {}
+    for level in (OK, SKIP, WARN, FAIL):
+        counts[level] = sum(line.level == level for line in report.lines)
     return f"{counts[OK]} ok, {counts[SKIP]} skip, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
 
 

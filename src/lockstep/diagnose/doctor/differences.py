@@ -84,9 +84,10 @@ def _launcher_findings(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
         if hint:
             yield fail(_NAME, hint.problem, hint.remedy)
         return
-    missing = [
-        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
-    ]
+    missing = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            missing.append(name)
     if missing:
         present = next(name for name in ("WORLD_SIZE", "RANK") if name in environ)
         yield fail(
@@ -260,7 +261,10 @@ def _config_digest(place: CheckContext) -> str:
 
 def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Name the ranks whose versions, code or configuration differ from the majority's."""
-    by_rank = {rank: fact["versions"] for rank, fact in enumerate(facts) if fact is not None}
+    by_rank = {}
+    for rank, fact in enumerate(facts):
+        if fact is not None:
+            by_rank[rank] = fact["versions"]
     if not by_rank:
         return []
     findings = []
@@ -281,7 +285,10 @@ def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
-    devices = [[fact["name"], fact["memory"]] for fact in facts if fact is not None]
+    devices = []
+    for fact in facts:
+        if fact is not None:
+            devices.append([fact["name"], fact["memory"]])
     if len(devices) == len(facts):
         difference = describe_unequal_devices(devices)
     else:
@@ -313,19 +320,22 @@ def same_settings(place: CheckContext) -> CheckResult:
 
 def judge_settings(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Name the ranks with a variable that the others lack or set differently."""
-    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
+    by_rank = {}
+    for rank, fact in enumerate(facts):
+        if fact is not None:
+            by_rank[rank] = fact
     findings = []
     for name in sorted({name for fact in by_rank.values() for name in fact}):
         odd, usual = _minority({rank: fact.get(name) for rank, fact in by_rank.items()})
-        findings += [
-            warn(
-                "same settings",
-                f"{name} is {_value_text(by_rank[rank].get(name))} on {place.who(rank)}, "
-                f"but {_value_text(usual)} on the others",
-                "set it to the same value on all nodes (srun and ssh forward variables only on request)",
+        for rank in odd:
+            findings.append(
+                warn(
+                    "same settings",
+                    f"{name} is {_value_text(by_rank[rank].get(name))} on {place.who(rank)}, "
+                    f"but {_value_text(usual)} on the others",
+                    "set it to the same value on all nodes (srun and ssh forward variables only on request)",
+                )
             )
-            for rank in odd
-        ]
     if len(by_rank) == 1:
         return []
     return findings or [ok("same settings", "variables of torch, NCCL and gloo are the same on all ranks")]

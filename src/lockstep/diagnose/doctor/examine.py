@@ -191,7 +191,8 @@ def _examine(  # noqa: C901
                     facts.append(None)
             if report.alone:
                 facts = [facts[0] if rank == place.rank else None for rank in range(place.size)]
-            lines += [_line(finding) for finding in check.judge(facts, place)]
+            for finding in check.judge(facts, place):
+                lines.append(_line(finding))
             if check.name == "versions":
                 report.ranks = _rows(facts)
         emit(_drop_ok_lines(lines))
@@ -288,7 +289,10 @@ def _line(finding: Finding) -> Line:
 
 def _drop_ok_lines(lines: list[Line]) -> list[Line]:
     """Drop OK and SKIP lines of a check with problems, and keep one otherwise."""
-    problems = {line.check for line in lines if line.level in (WARN, FAIL)}
+    problems = set()
+    for line in lines:
+        if line.level in (WARN, FAIL):
+            problems.add(line.check)
     checks: set[str] = set()
     remaining = []
     for line in lines:
@@ -301,7 +305,11 @@ def _drop_ok_lines(lines: list[Line]) -> list[Line]:
 
 
 def _rows(facts: list[Any]) -> list[dict[str, Any]]:
-    return [{"rank": rank, **fact} for rank, fact in enumerate(facts) if fact]
+    rows = []
+    for rank, fact in enumerate(facts):
+        if fact:
+            rows.append({"rank": rank, **fact})
+    return rows
 
 
 def _leave(place: CheckContext, alone: bool) -> None:

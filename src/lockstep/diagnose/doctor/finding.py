@@ -308,11 +308,11 @@ _TABLE = (
 
 def advice_on(place: CheckContext) -> list[Advice]:
     """Return the advice that applies to this rank's environment."""
-    return [
-        advice
-        for advice in _TABLE
-        if advice.name in place.environ and advice.applies(place.environ[advice.name], place)
-    ]
+    advices = []
+    for advice in _TABLE:
+        if advice.name in place.environ and advice.applies(place.environ[advice.name], place):
+            advices.append(advice)
+    return advices
 
 
 def chosen(pattern: str, available: list[str]) -> list[str]:
@@ -322,8 +322,8 @@ def chosen(pattern: str, available: list[str]) -> list[str]:
     exact = text.startswith("=")
     text = text.removeprefix("=")
     names = [entry for entry in text.split(",") if entry]
-    return [
-        name
-        for name in available
-        if any(name == entry if exact else name.startswith(entry) for entry in names) != exclude
-    ]
+    selected = []
+    for name in available:
+        if any(name == entry if exact else name.startswith(entry) for entry in names) != exclude:
+            selected.append(name)
+    return selected

@@ -167,9 +167,18 @@ def _text(value: Any) -> str:
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
     """Return existing NVLinks that are not up; [] if no link is up."""
-    states = {link: ask("nvmlDeviceGetNvLinkState", link) for link in range(_NVLINKS)}
-    up = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
-    return [link for link, state in states.items() if up and state is not None and link not in up]
+    states = {}
+    for link in range(_NVLINKS):
+        states[link] = ask("nvmlDeviceGetNvLinkState", link)
+    up = []
+    for link, state in states.items():
+        if state == nvml.NVML_FEATURE_ENABLED:
+            up.append(link)
+    links = []
+    for link, state in states.items():
+        if up and state is not None and link not in up:
+            links.append(link)
+    return links
 
 
 def _connection(nvml: Any, first: Any, second: Any) -> str:
@@ -183,7 +192,10 @@ def _connection(nvml: Any, first: Any, second: Any) -> str:
 
 def kernel_faults(text: str) -> list[tuple[str, int]]:
     """Find (PCI address, number) of each Xid, the driver's fault code, in the kernel log."""
-    return [(address.removeprefix("PCI:"), int(number)) for address, number in _XID.findall(text)]
+    faults = []
+    for address, number in _XID.findall(text):
+        faults.append((address.removeprefix("PCI:"), int(number)))
+    return faults
 
 
 def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
@@ -226,7 +238,9 @@ def gpus(place: CheckContext) -> CheckResult:
         return CheckResult([skip("GPUs", f"{error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []})
     findings = [finding for gpu in devices for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
-    usage = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in devices]
+    usage = []
+    for gpu in devices:
+        usage.append([gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid])
     if not findings:
         findings = [ok("GPUs", _summary(devices))]
     return CheckResult(findings, {"pid": os.getpid(), "gpus": usage})
@@ -252,7 +266,10 @@ def judge_gpu(gpu: Gpu) -> Iterator[Finding]:
         yield fail("GPUs", f"{label} has defective memory that is remapped at the next reset", _RESET)
     if gpu.ecc:
         yield fail("GPUs", f"{label} counts {gpu.ecc} uncorrectable memory errors", _RESET)
-    reasons = [reason for reason in gpu.slowed if reason != "power cap"]
+    reasons = []
+    for reason in gpu.slowed:
+        if reason != "power cap":
+            reasons.append(reason)
     if reasons:
         text = f"{label} is throttled: {', '.join(reasons)}, at {gpu.degrees} degrees"
         text += f" and {gpu.clock} of {gpu.clock_limit} MHz"
@@ -275,7 +292,10 @@ def judge_gpu(gpu: Gpu) -> Iterator[Finding]:
 def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
     """Report fatal device errors in the kernel log."""
     grave = sorted({(address, number) for address, number in faults if number in _FATAL_XIDS})
-    return [fail("GPUs", f"the kernel log has Xid {number} for {address}", _RESET) for address, number in grave]
+    findings = []
+    for address, number in grave:
+        findings.append(fail("GPUs", f"the kernel log has Xid {number} for {address}", _RESET))
+    return findings
 
 
 def judge_gpus(facts: list[Any], place: CheckContext) -> list[Finding]:

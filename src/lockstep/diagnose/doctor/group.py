@@ -141,7 +141,10 @@ def _holder(port: int, root: Path = Path("/")) -> str:
 def _arrival_findings(arrivals: list[Any], board: Board, place: CheckContext) -> list[Finding]:
     """Return rank 0's findings about the connected ranks."""
     findings = []
-    missing = [rank for rank, arrival in enumerate(arrivals) if arrival is None]
+    missing = []
+    for rank, arrival in enumerate(arrivals):
+        if arrival is None:
+            missing.append(rank)
     if missing:
         connected = sorted({arrival["host"] for arrival in arrivals if arrival})
         several = len(missing) > 1
@@ -256,11 +259,15 @@ def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
     expected = _expected(place.size)
     names = {name for result in facts if result for name in result}
     for name in sorted(names):
-        wrong = {
-            rank: result[name] for rank, result in enumerate(facts) if result and result[name]["total"] != expected
-        }
+        wrong = {}
+        for rank, result in enumerate(facts):
+            if result and result[name]["total"] != expected:
+                wrong[rank] = result[name]
         for rank, result in wrong.items():
-            odd = [peer for peer, value in enumerate(result["each"]) if value != own(peer)]
+            odd = []
+            for peer, value in enumerate(result["each"]):
+                if value != own(peer):
+                    odd.append(peer)
             total = result["total"][0]
             text = f"{name}: the sum over all ranks is {total:g} on {place.who(rank)}, expected {expected[0]:g}"
             if odd:
@@ -328,7 +335,8 @@ def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
         if not times:
             continue
         sizes = sorted(map(int, times))
-        least, most = (max(answer[name][str(size)] for answer in answers) for size in (sizes[0], sizes[-1]))
+        least = max(answer[name][str(sizes[0])] for answer in answers)
+        most = max(answer[name][str(sizes[-1])] for answer in answers)
         # A ring sends 2 (n - 1) / n of the bytes over each link.
         rate = 2 * (place.size - 1) / place.size * sizes[-1] / most
         text = f"{name}: {1e3 * least:.2g} ms for {bytes_text(sizes[0])}"
@@ -363,7 +371,10 @@ def transport(place: CheckContext) -> CheckResult:
 
 def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Check that NCCL avoids sockets if InfiniBand is up, the same on all ranks."""
-    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact}
+    by_rank = {}
+    for rank, fact in enumerate(facts):
+        if fact:
+            by_rank[rank] = fact
     if not by_rank:
         return [skip("transport", "no NCCL here; with CUDA devices: its interface and transport, from its own log")]
     findings = []
@@ -375,7 +386,10 @@ def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
             mend = "unset NCCL_IB_DISABLE and NCCL_NET; in a container: libibverbs, --device /dev/infiniband, "
             mend += "--ulimit memlock=-1"
             findings.append(fail("transport", text, mend))
-    networks = {choice.network for choice in chosen.values() if choice.network}
+    networks = set()
+    for choice in chosen.values():
+        if choice.network:
+            networks.add(choice.network)
     if len(networks) > 1:
         listing = "; ".join(f"{place.who(rank)}: {choice.network}" for rank, choice in chosen.items())
         findings.append(

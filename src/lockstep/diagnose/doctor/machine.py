@@ -213,14 +213,16 @@ def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
         if place.several_nodes and facts[0]:
             return [ok("shared folder", f"all ranks see {facts[0]['folder']}")]
         return []
-    return [
-        fail(
-            "shared folder",
-            f"{place.who(rank)} does not see rank 0's file: its {facts[rank]['folder']} is another folder",
-            "give the absolute path of a --save-dir that all nodes share, or the URL of an object store",
+    findings = []
+    for rank in blind:
+        findings.append(
+            fail(
+                "shared folder",
+                f"{place.who(rank)} does not see rank 0's file: its {facts[rank]['folder']} is another folder",
+                "give the absolute path of a --save-dir that all nodes share, or the URL of an object store",
+            )
         )
-        for rank in blind
-    ]
+    return findings
 
 
 # The package's folder, to find its own lines in a stack.
@@ -346,7 +348,9 @@ def _load(place: CheckContext) -> tuple[float | None, float]:
     if not words or not before:
         return None, 0.0
     time.sleep(_STEAL_SECONDS)
-    ticks = [after - then for after, then in zip(_cpu_times(place), before, strict=False)]
+    ticks = []
+    for after, then in zip(_cpu_times(place), before, strict=False):
+        ticks.append(after - then)
     return float(words[0]), ticks[_STEAL_COLUMN] / sum(ticks) if sum(ticks) > 0 else 0.0
 
 

@@ -186,7 +186,10 @@ def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
     """
     slow = []
     for rank, rank_rounds in rounds.items():
-        peers = [sorted(peer_rounds) for peer, peer_rounds in rounds.items() if peer != rank]
+        peers = []
+        for peer, peer_rounds in rounds.items():
+            if peer != rank:
+                peers.append(sorted(peer_rounds))
         # Compare with the faster others only: other slow ranks would hide this one.
         if peers and len(rounds) > 2:
             peers = sorted(peers, key=statistics.median)[: max(1, len(peers) * 3 // 4)]
@@ -217,7 +220,10 @@ def _suspects(results: Sequence[Mapping[str, Sequence[float]] | None], place: Ch
 
     CPUs of one machine share its memory, so only its best rank counts.
     """
-    by_rank = {rank: result for rank, result in enumerate(results) if result}
+    by_rank = {}
+    for rank, result in enumerate(results):
+        if result:
+            by_rank[rank] = result
     suspects = []
     for operation in next(iter(by_rank.values())) if by_rank else ():
         rounds = {rank: result[operation] for rank, result in by_rank.items()}
@@ -232,11 +238,16 @@ def _suspects(results: Sequence[Mapping[str, Sequence[float]] | None], place: Ch
 
 def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report the ranks that were slow in every measurement."""
-    by_rank = {rank: fact["rounds"] for rank, fact in enumerate(facts) if fact}
+    by_rank = {}
+    for rank, fact in enumerate(facts):
+        if fact:
+            by_rank[rank] = fact["rounds"]
     if not by_rank:
         return []
     times = min(len(fact) for fact in by_rank.values())
-    every = [[by_rank[rank][n] if rank in by_rank else None for rank in range(len(facts))] for n in range(times)]
+    every = []
+    for n in range(times):
+        every.append([by_rank[rank][n] if rank in by_rank else None for rank in range(len(facts))])
     suspects = [_suspects(results, place) for results in every]
     slow = []
     for suspect in suspects[0]:
@@ -244,7 +255,9 @@ def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
             slow.append(suspect)
     findings = []
     for rank, operation in slow:
-        best = {r: min(min(fact[n][operation]) for n in range(times)) for r, fact in by_rank.items()}
+        best = {}
+        for r, fact in by_rank.items():
+            best[r] = min(min(fact[n][operation]) for n in range(times))
         usual = statistics.median(seconds for r, seconds in best.items() if r != rank)
         text = f"{place.who(rank)} is slow at {operation}: {1e3 * best[rank]:.3g} ms, the others {1e3 * usual:.3g} ms"
         mend = "check other load, clocks, cooling and power there; --shares auto gives it less work"
@@ -301,7 +314,10 @@ def _namespace() -> str:
 
 def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report loopback addresses, which are right on one machine only."""
-    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
+    by_rank = {}
+    for rank, fact in enumerate(facts):
+        if fact is not None:
+            by_rank[rank] = fact
     if place.size == 1 or not by_rank:
         return []
     findings = []
@@ -446,15 +462,24 @@ def between(place: CheckContext) -> CheckResult:
 
 def judge_between(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report unreachable ranks, and ranks with a wrong clock."""
-    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact}
+    by_rank = {}
+    for rank, fact in enumerate(facts):
+        if fact:
+            by_rank[rank] = fact
     if place.size == 1 or not by_rank:
         return []
     findings = _unreachable(by_rank, place)
     if not findings:
         slowest = max(fact["trip"] for fact in by_rank.values())
         findings = [ok("tcp", f"every rank reaches the others, in {1e3 * slowest:.2g} ms at most")]
-    offsets = {rank: -fact["ahead"] for rank, fact in by_rank.items() if fact["ahead"] is not None}
-    odd = {rank: by for rank, by in offsets.items() if abs(by) > _MAX_OFFSET}
+    offsets = {}
+    for rank, fact in by_rank.items():
+        if fact["ahead"] is not None:
+            offsets[rank] = -fact["ahead"]
+    odd = {}
+    for rank, by in offsets.items():
+        if abs(by) > _MAX_OFFSET:
+            odd[rank] = by
     for rank, by in odd.items():
         text = f"the clock of {place.who(rank)} is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} that of rank 0"
         mend = "synchronise the clocks of the nodes (chronyc tracking, timedatectl): logs and deadlines rely on them"

@@ -241,15 +241,14 @@ def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
         findings.append(ok("data", "every rank's dataset gives the same first micro-batch"))
     for subject, when in (("gradients", "after one backward"), ("weights", "after the first steps")):
         names = by_rank[first_rank][subject]
-        wrong = [
-            (
-                rank,
-                [name for name in names if fact[subject].get(name) != names[name]]
-                or sorted(set(fact[subject]) - set(names)),
-            )
-            for rank, fact in by_rank.items()
-            if fact[subject] != names
-        ]
+        wrong = []
+        for other_rank, fact in by_rank.items():
+            if fact[subject] != names:
+                different_names = []
+                for name in names:
+                    if fact[subject].get(name) != names[name]:
+                        different_names.append(name)
+                wrong.append((other_rank, different_names or sorted(set(fact[subject]) - set(names))))
         if wrong:
             rank, odd = wrong[0]
             text = f"{place.who(rank)} has different {subject} than rank 0 {when}: {odd[0]}"

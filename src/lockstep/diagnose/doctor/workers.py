@@ -82,7 +82,9 @@ class MemoryFetch:
         self._samples += len(key.samples)
         begin = time.monotonic()
         if begin > self._next or self._samples >= _EVERY:
-            self._memory, end, self._samples = _own_memory(), time.monotonic(), 0
+            self._memory = _own_memory()
+            end = time.monotonic()
+            self._samples = 0
             self._next = end + max(_PAUSE, (end - begin) / _SHARE)
         return (self._memory, time.process_time()), items
 

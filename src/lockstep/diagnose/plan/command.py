@@ -239,7 +239,10 @@ def device_here(memory: str) -> DeviceSpec:
         memory: its memory, if not all of it; "": all.
     """
     properties = torch.cuda.get_device_properties(0)
-    near = [each for each in DEVICES if each.split("-")[0] in properties.name.lower().replace(" ", "")]
+    near = []
+    for each in DEVICES:
+        if each.split("-")[0] in properties.name.lower().replace(" ", ""):
+            near.append(each)
     near.sort(key=lambda each: abs(DEVICES[each].memory - properties.total_memory))
     plain = device_of(near[0] if near else "h100-80", memory)
     if memory:

@@ -204,11 +204,12 @@ class Planner:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the task's `model` returned {describe_value(model)}: it must return a torch.nn.Module")
         layers = asked("blocks", lambda: layers_of(task, model))
-        sizes = Sizes(
-            sum(p.numel() for p in model.parameters()),
-            sum(p.numel() for p in model.parameters() if p.requires_grad),
-            layers,
-        )
+        count = 0
+        trained = 0
+        for p in model.parameters():
+            count += p.numel()
+            trained += p.numel() * p.requires_grad
+        sizes = Sizes(count, trained, layers)
         return resolve(config, Facts.of(task, model, samples)).config, sizes
 
     def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> MemoryEstimate:
@@ -279,7 +280,10 @@ class Planner:
 
     def _total(self, config: Config, trace: StepTrace, slots: int, copies: float) -> MemoryEstimate:
         """Add batches, sums of a tree, and the device's allowance to a step's tensors."""
-        phases = {name: size for name, size in trace.peaks.items() if name != "start" or self.device.host}
+        phases = {}
+        for name, size in trace.peaks.items():
+            if name != "start" or self.device.host:
+                phases[name] = size
         phase = max(phases, key=lambda name: phases[name])
         parts = dict(trace.parts.get(phase, {"rest": phases[phase]}))
         unnamed = parts.pop("rest")
@@ -316,7 +320,11 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
         return first + times * (second - first)
 
     def lines(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-        return {name: line(value, second[name]) for name, value in first.items() if name in second}
+        fitted = {}
+        for name, value in first.items():
+            if name in second:
+                fitted[name] = line(value, second[name])
+        return fitted
 
     def work(name: str) -> Work:
         first = low.work[name]

@@ -361,7 +361,8 @@ def _set_launcher_variables(stack: contextlib.ExitStack, size: int) -> None:
     """Set the launcher's environment variables, which DeepSpeed reads, until `stack` closes."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    for name, value in names.items():
+        os.environ[name] = str(value)
 
     def back() -> None:
         for name, value in before.items():
@@ -427,9 +428,9 @@ def _patch_zero(stack: contextlib.ExitStack, engine: Any) -> None:
 
     # Plan for the rank with most parameters, since its peak is the largest.
     def busiest(optimizer: Any) -> None:
-        sizes = [
-            sum(p.numel() for group in groups for p in group["params"]) for groups in optimizer._partition_parameters()
-        ]
+        sizes = []
+        for groups in optimizer._partition_parameters():
+            sizes.append(sum(p.numel() for group in groups for p in group["params"]))
         optimizer.rank = optimizer.global_rank = sizes.index(max(sizes))
         divided(optimizer)
 

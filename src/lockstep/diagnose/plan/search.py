@@ -136,7 +136,10 @@ def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> lis
             return list(range(1, 513))
         return [1 << power for power in range(_MOST.bit_length())]
     batch = planner.config.batch_size
-    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    divisors = []
+    for size in range(1, batch + 1):
+        if batch % size == 0:
+            divisors.append(size)
     least = planner.size if planner.config.exact else 1
     return [size for size in divisors if batch // size >= least] or [1]
 
@@ -348,7 +351,10 @@ def _trace_rows(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list
     """Trace each row, with a smaller micro-batch if it does not fit."""
     traced_rows = list[PlanRow]()
     for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
-        sizes = [size for size in _micro_sizes(planner, open_batch) if size <= row.config.micro_size]
+        sizes = []
+        for size in _micro_sizes(planner, open_batch):
+            if size <= row.config.micro_size:
+                sizes.append(size)
         for size in sizes[: -_RETRIES - 1 : -1]:
             config = _with_micro(planner, row.config, size, open_batch)
             try:

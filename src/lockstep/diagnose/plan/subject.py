@@ -10,7 +10,7 @@ first samples loaded, since only these determine the form of a batch.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -163,8 +163,14 @@ def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
         shapes.add(str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]))
     if len(shapes) != 1 or len({type(block) for block in blocks}) != 1:
         return None
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return next((module_list for module_list in lists if list(module_list) == blocks), None)
+    lists = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            lists.append(module)
+    for module_list in lists:
+        if list(module_list) == blocks:
+            return module_list
+    return None
 
 
 def _language_model(config: Config, say: Say) -> Subject:
@@ -265,9 +271,9 @@ class _ShapeOnlyCorpus:
 
 def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
     """Return a function: samples -> a micro-batch of full windows."""
-    names: Sequence[str] = ("input_ids", "labels")
+    names = ["input_ids", "labels"]
     if config.data.packing == "documents":
-        names = (*names, "positions", "documents")
+        names += ["positions", "documents"]
 
     def batch(size: int) -> dict[str, torch.Tensor]:
         try:

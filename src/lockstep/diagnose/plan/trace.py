@@ -227,21 +227,23 @@ class _Stage:
         levels = dict(recorder.levels)
         divided = dict(recorder.parts)
         for name, values in first_step.levels.items():
-            levels[f"first {name}"], divided[f"first {name}"] = values, first_step.parts[name]
+            levels[f"first {name}"] = values
+            divided[f"first {name}"] = first_step.parts[name]
             # A middle micro-batch is neither the first of a step nor the exchanged one.
             if slots > 2 and name != "update":
                 levels[f"middle {name}"] = [level + first_step.states for level in values]
                 divided[f"middle {name}"] = first_step.parts[name] | {"optimizer states": first_step.states}
         # The batch does not belong to the step: it is added for as many batches as are in memory.
-        levels = {name: [level - batch_bytes for level in values] for name, values in levels.items()}
-        peaks = {name: float(max(values)) for name, values in levels.items()}
-        parts = {
-            name: {key: float(size - batch_bytes * (key == "rest")) for key, size in sizes.items()}
-            for name, sizes in divided.items()
-        }
+        peaks = {}
+        for name, values in levels.items():
+            levels[name] = [level - batch_bytes for level in values]
+            peaks[name] = float(max(levels[name]))
+        parts = {}
+        for name, sizes in divided.items():
+            parts[name] = {key: float(size - batch_bytes * (key == "rest")) for key, size in sizes.items()}
         state_bytes = float(recorder.level - batch_bytes)
-        for sizes in parts.values():
-            self._name_engine_state(sizes, state_bytes)
+        for bytes_by_name in parts.values():
+            self._name_engine_state(bytes_by_name, state_bytes)
         peaks["start"] = float(start)
         return StepTrace(
             peaks, levels, parts, state_bytes, _total_work(recorder.work, traced_slots), float(batch_bytes)
@@ -252,7 +254,10 @@ class _Stage:
 
         DDP's buffers have the gradients even while no parameter does.
         """
-        trained = [p for p in self._engine.model.parameters() if p.requires_grad]
+        trained = []
+        for p in self._engine.model.parameters():
+            if p.requires_grad:
+                trained.append(p)
         if isinstance(self._engine.model, DDP):
             buckets = float(sum(p.nbytes for p in trained))
         else:

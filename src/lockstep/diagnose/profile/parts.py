@@ -80,7 +80,9 @@ def saves_of_evaluations(trace: ProfileTrace) -> Spans:
     evaluated = {_step_at(steps, begin): begin for begin, _ in evaluations}
     places = [_step_at(steps, begin) for begin, _ in saves]
     first_step = int(trace.about["steps"][0])
-    due = [bool(every) and (first_step + step_index) % every == 0 for step_index in places]
+    due = []
+    for step_index in places:
+        due.append(bool(every) and (first_step + step_index) % every == 0)
     after = []
     for step_index, (begin, _) in zip(places, saves, strict=True):
         after.append(evaluated.get(step_index, np.inf) < begin)
@@ -148,10 +150,12 @@ def _without_queue(rank: Parted) -> Parted:
     """
     about = rank.trace.about
     parts = dict(rank.parts)
-    queued = {name: float(milliseconds) for name, milliseconds in about.get("queued", {}).items()}
-    cpu_time, queue_time = (
-        sum(float(times.get(name, 0.0)) for name in ("forward", "backward")) for times in (about.get("cpu", {}), queued)
-    )
+    queued = {}
+    for name, milliseconds in about.get("queued", {}).items():
+        queued[name] = float(milliseconds)
+    cpu = about.get("cpu", {})
+    cpu_time = float(cpu.get("forward", 0.0)) + float(cpu.get("backward", 0.0))
+    queue_time = float(queued.get("forward", 0.0)) + float(queued.get("backward", 0.0))
     computing = rank.forward + rank.backward
     between = rank.passes - rank.calling
     if cpu_time:
@@ -283,7 +287,9 @@ def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
     Exchanges of two ranks are matched by their ends, which no rank reaches long before another.
     """
     clocks = _clocks(traces)
-    exchanges_of_ranks = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
+    exchanges_of_ranks = []
+    for trace, clock in zip(traces, clocks, strict=True):
+        exchanges_of_ranks.append(_kinds(trace, clock))
     waits = []
     for rank, clock in enumerate(clocks):
         late = []
@@ -321,7 +327,10 @@ def _kinds(trace: ProfileTrace, clock: float) -> dict[str, Spans]:
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for collective, begin, end in trace.exchanges:
         by_kind.setdefault(collective, []).append((begin - clock, end - clock))
-    return {collective: np.array(spans, dtype=np.float64) for collective, spans in by_kind.items()}
+    arrays = {}
+    for collective, spans in by_kind.items():
+        arrays[collective] = np.array(spans, dtype=np.float64)
+    return arrays
 
 
 def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:

@@ -169,11 +169,15 @@ def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
             entry[1] += microseconds
     count = len(ranks) * steps
     largest = heapq.nlargest(_MOST, totals.items(), key=lambda item: item[1][1])
-    return [
-        Operation(name, microseconds / count / 1e3, microseconds / count / 1e3 / max(step_ms, 1e-9), calls / count)
-        for name, (calls, microseconds) in largest
-        if microseconds > 0
-    ]
+    operations = []
+    for name, (calls, microseconds) in largest:
+        if microseconds > 0:
+            operations.append(
+                Operation(
+                    name, microseconds / count / 1e3, microseconds / count / 1e3 / max(step_ms, 1e-9), calls / count
+                )
+            )
+    return operations
 
 
 _MARK = "lockstep:"
@@ -253,7 +257,9 @@ class ProfileTrace:
     @property
     def packed(self) -> dict[str, Any]:
         """The trace as plain numbers, for another rank; `unpacked` restores it."""
-        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        values: dict[str, Any] = {}
+        for spec in fields(self):
+            values[spec.name] = getattr(self, spec.name)
         for name in ("marks", "works"):
             values[name] = {key: spans.tolist() for key, spans in values[name].items()}
         for name in _SPANS:
@@ -279,7 +285,10 @@ def read_all(folder: Path) -> list[ProfileTrace]:
         ProfileTraceError: there are none, or one is missing, damaged, foreign, or of other steps than the others.
     """
     try:
-        paths = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+        paths = {}
+        for path in folder.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                paths[int(match[1])] = path
     except OSError as error:
         raise ProfileTraceError(
             f"{folder}: {error.strerror or error}; give a folder such as RUN/profile/100-110"
@@ -399,7 +408,10 @@ def _of_cpu(
     for event in events:
         if event.get("cat") == "cpu_op" and event.get("tid") == thread:
             thread_events.append(event)
-    working = [event for event in thread_events if _is_work(str(event["name"]))]
+    working = []
+    for event in thread_events:
+        if _is_work(str(event["name"])):
+            working.append(event)
     # An operation of c10d waits for an exchange, so it is no computing.
     sending = _spans((event for event in thread_events if str(event["name"]).startswith("c10d::")), base)
     busy = minus(_spans(working, base), sending)
@@ -408,8 +420,14 @@ def _of_cpu(
         _within(phase_spans, base) for phase_spans in (passes, marks.get("update", NONE), marks["step"])
     )
     outer = _outermost(working)
-    lengths = [float(event["dur"]) for event in outer if inside(event)]
-    frames = sum(inside(event) for event in thread_events if not _is_work(str(event["name"])))
+    lengths = []
+    for event in outer:
+        if inside(event):
+            lengths.append(float(event["dur"]))
+    frames = 0
+    for event in thread_events:
+        if not _is_work(str(event["name"])):
+            frames += inside(event)
     return ProfileTrace(
         about,
         window,
@@ -498,19 +516,24 @@ def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tup
 
     An exchange does not record its caller: each call from another thread removes the next exchange of its kind.
     """
-    ranges = sorted(
-        (*_span(event, base), str(event["name"])) for event in events if str(event.get("name", "")).startswith("gloo:")
-    )
+    ranges = []
+    for event in events:
+        if str(event.get("name", "")).startswith("gloo:"):
+            ranges.append((*_span(event, base), str(event["name"])))
+    ranges.sort()
     exchanges = [(collective.removeprefix("gloo:"), begin, end) for begin, end, collective in ranges]
-    foreign_calls = [
-        event for event in events if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread
-    ]
+    foreign_calls = []
+    for event in events:
+        if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread:
+            foreign_calls.append(event)
     for event in sorted(foreign_calls, key=lambda event: float(event["ts"])):
         collective = _kind(str(event["name"]))
         at = float(event["ts"]) + base
-        index = next(
-            (k for k, (name, begin, _) in enumerate(exchanges) if _kind(name) == collective and begin >= at), None
-        )
+        index = None
+        for k, (name, begin, _) in enumerate(exchanges):
+            if _kind(name) == collective and begin >= at:
+                index = k
+                break
         if index is not None:
             del exchanges[index]
     return exchanges
@@ -529,11 +552,10 @@ def _of_device(
     base: float,
 ) -> ProfileTrace:
     # A kernel has no phase: it belongs to the phase in which the host launched it.
-    launches = {
-        event["args"]["correlation"]: float(event["ts"]) + base
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
+    launches = {}
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = float(event["ts"]) + base
     phases = [(phase, _places(marks[phase])) for phase in _NESTED if phase in marks]
     recomputes = _places(_recomputations([event for event in events if event.get("cat") == "cpu_op"], marks, base))
     work: dict[str, list[tuple[float, float]]] = {}
@@ -549,7 +571,8 @@ def _of_device(
         name = str(event.get("name", ""))
         span = _span(event, base)
         entry = kernels.setdefault(name, [0, 0.0])
-        entry[:] = entry[0] + 1, entry[1] + span[1] - span[0]
+        entry[0] += 1
+        entry[1] = entry[1] + span[1] - span[0]
         if name.lower().startswith("nccl"):
             exchanges.append((_collective(name), *span))
             continue
@@ -564,7 +587,10 @@ def _of_device(
             recomputations += [span] * recomputes(at)
         elif phase == "update":
             names.add(name)
-    calls = [event for event in events if event.get("cat") == "cuda_runtime"]
+    calls = []
+    for event in events:
+        if event.get("cat") == "cuda_runtime":
+            calls.append(event)
     waits = _spans((event for event in calls if str(event["name"]) in _HOST_WAITS), base)
     # The device may end the last step later than the host.
     end = max([window[1], *(spans[-1][1] for spans in work.values())])

@@ -131,7 +131,10 @@ class ThreadUsage(NamedTuple):
     def mean_since(self, steps: int) -> dict[str, float]:
         """Return the mean use per step since this reading."""
         usage = ThreadUsage.now()
-        return {name: (new - old) / steps for name, new, old in zip(self._fields, usage, self, strict=True)}
+        means = {}
+        for name, new, old in zip(self._fields, usage, self, strict=True):
+            means[name] = (new - old) / steps
+        return means
 
 
 def local_ranks(world_size: int) -> int:
@@ -386,7 +389,8 @@ class StepTrace:
         self._marks = marks
         self._profiler: Any = None
         self.first = 0
-        self._usage, self._costs = ThreadUsage(), dict[str, Any]()
+        self._usage = ThreadUsage()
+        self._costs = dict[str, Any]()
         self._untraced: deque[ThreadUsage] = deque(maxlen=_UNTRACED_READINGS)
         self._traced: list[ThreadUsage] = []
         self._padding: list[Any] = []
@@ -406,7 +410,8 @@ class StepTrace:
             held: the batches of the step, with their items.
         """
         self._traced.append(ThreadUsage.now())
-        self._padding += [positions(batch, items) for batch, items in held]
+        for batch, items in held:
+            self._padding.append(positions(batch, items))
 
     def prepare(self, parameters: int, held: Iterable[Any]) -> None:
         """Measure costs, and make torch's profiler.
@@ -445,7 +450,9 @@ class StepTrace:
             self._profiler.start_trace()
         # What an event costs: the same operation is slower under the trace.
         self._costs["event_us"] = max(0.0, operations_us() - plain)
-        self.first, self._padding, self._usage = number, [], ThreadUsage.now()
+        self.first = number
+        self._padding = []
+        self._usage = ThreadUsage.now()
         self._traced = [self._usage]
         self._marks.trace(number)
 

@@ -139,7 +139,9 @@ def _slow_rank(run: ProfileSummary, own: list[float], slow: int, mean: float) ->
     fixed = run.steady["update"]
     count = int(run.about.get("micro_batches", len(own)))
     slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
-    micro_batch_times = [(work - fixed) / max(1, slots_of_rank) for work, slots_of_rank in zip(own, slots, strict=True)]
+    micro_batch_times = []
+    for work, slots_of_rank in zip(own, slots, strict=True):
+        micro_batch_times.append((work - fixed) / max(1, slots_of_rank))
     after = _best_cut(micro_batch_times, count) + fixed + exchange
     late = own[slow] / mean - 1.0
     rank = run.ranks[slow].trace

@@ -45,7 +45,10 @@ _SMALL = 0.02
 
 def slowest(rows: Sequence[ScaleRow]) -> ScaleRow | None:
     """Return the smallest size below 80 % of its ranks' or shared cores' limit."""
-    slow = [row for row in rows if not row.error and row.speedup == row.speedup and row.of_cores < GOOD]
+    slow = []
+    for row in rows:
+        if not row.error and row.speedup == row.speedup and row.of_cores < GOOD:
+            slow.append(row)
     return min(slow, key=lambda row: (row.ranks, row.of_cores), default=None)
 
 
@@ -84,9 +87,15 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
     then = _parts(samples, base)
     crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
     shrink = row.work / base.work * crowd
-    more = {name: milliseconds - then.get(name, 0.0) * shrink for name, milliseconds in parts.items()}
+    more = {}
+    for name, milliseconds in parts.items():
+        more[name] = milliseconds - then.get(name, 0.0) * shrink
     total = sum(parts.values())
-    growth = sorted(((ms, name) for name, ms in more.items() if ms > _SMALL * total), reverse=True)
+    growth = []
+    for name, ms in more.items():
+        if ms > _SMALL * total:
+            growth.append((ms, name))
+    growth.sort(reverse=True)
     if not growth:
         return ""
     listing = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in growth)
@@ -104,7 +113,10 @@ def _parts(samples: Sequence[RunSample], row: ScaleRow) -> dict[str, float]:
         if sample.setting == Setting(row.ranks, row.batch_size):
             parts_of_rounds.append(sample.parts)
     names = sorted({name for parts in parts_of_rounds for name in parts})
-    return {name: statistics.median(parts.get(name, 0.0) for parts in parts_of_rounds) for name in names}
+    medians = {}
+    for name in names:
+        medians[name] = statistics.median(parts.get(name, 0.0) for parts in parts_of_rounds)
+    return medians
 
 
 # Columns without a terminal.

@@ -137,7 +137,11 @@ def _fill_row(
 
 def _rates(samples: Sequence[RunSample], setting: Setting) -> dict[int, float]:
     """Return items a second by round."""
-    return {sample.round: sample.rate for sample in samples if sample.setting == setting}
+    rates = {}
+    for sample in samples:
+        if sample.setting == setting:
+            rates[sample.round] = sample.rate
+    return rates
 
 
 def _items(samples: Sequence[RunSample], setting: Setting) -> float:

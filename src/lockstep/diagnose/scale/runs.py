@@ -337,16 +337,20 @@ def measure(
 
 def windows_of(records: Sequence[dict[str, Any]], after: int) -> list[dict[str, Any]]:
     """Return the training records of steps after `after`."""
-    return [record for record in records if record.get("global_step", 0) > after and record.get(_RATE, 0) > 0]
+    windows = []
+    for record in records:
+        if record.get("global_step", 0) > after and record.get(_RATE, 0) > 0:
+            windows.append(record)
+    return windows
 
 
 def parts_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return {part: milliseconds a step}, medians over the records, with "total"."""
     names = sorted({name for record in records for name in record if name.startswith(_PARTS)} | {_TOTAL})
-    return {
-        name.removeprefix(_PARTS): statistics.median([float(record.get(name, 0.0)) for record in records])
-        for name in names
-    }
+    medians = {}
+    for name in names:
+        medians[name.removeprefix(_PARTS)] = statistics.median([float(record.get(name, 0.0)) for record in records])
+    return medians
 
 
 def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
@@ -453,8 +457,14 @@ def _end(run: "subprocess.Popen[bytes]") -> None:
 
 def first_error(output: str, code: int) -> str:
     """Return the first error line of a failed run, or its last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+    lines = []
+    for line in output.splitlines():
+        if line.strip():
+            lines.append(line.strip())
+    errors = []
+    for line in lines:
+        if match := _ERROR.match(line):
+            errors.append(match[1])
     if errors:
         return errors[0]
     if lines:
@@ -491,7 +501,10 @@ def existing(paths: Sequence[Path]) -> Existing:
     Raises:
         ConfigError: no run's folder, one without records, or runs that differ in more than the ranks.
     """
-    runs = sorted((_read_run(path) for path in paths), key=lambda run: run.setting)
+    runs = []
+    for path in paths:
+        runs.append(_read_run(path))
+    runs.sort(key=lambda run: run.setting)
     sizes = tuple(sorted({run.setting.ranks for run in runs}))
     if len(sizes) < 2:
         raise ConfigError(

@@ -75,7 +75,9 @@ class ScriptRecorder:
     """
 
     def __init__(self, folder: str, trace: list[int] | None) -> None:
-        self.off, self.thread, self.part = False, threading.get_ident(), "start"
+        self.off = False
+        self.thread = threading.get_ident()
+        self.part = "start"
         self.steps = 0
         self.rank = 0
         self.unscaled = None
@@ -88,7 +90,8 @@ class ScriptRecorder:
         self._clock: Clock | None = None
         # The optimizer whose steps are counted.
         self._owner: weakref.ref[Any] | None = None
-        self._device, self._tensors = torch.device("cpu"), frozenset[int]()
+        self._device = torch.device("cpu")
+        self._tensors = frozenset[int]()
         # Steps that the optimizer had before this process.
         self._before = self._world_size = 0
         self._in_closure = self._by_mode = self._has_loader = False
@@ -200,7 +203,8 @@ class ScriptRecorder:
         tensors = []
         for group in optimizer.param_groups:
             tensors.extend(group["params"])
-        self._owner, self._tensors = weakref.ref(optimizer), frozenset(map(id, tensors))
+        self._owner = weakref.ref(optimizer)
+        self._tensors = frozenset(map(id, tensors))
         self._parameters = sum(p.numel() for p in tensors)
         self._bytes = sum(p.numel() * p.element_size() for p in tensors)
         if self._world_size:
@@ -248,9 +252,13 @@ class ScriptRecorder:
         The last one's loss has reached the host.
         """
         self._write()
-        times = {name: milliseconds for name, milliseconds in clock.read().items() if name not in _OUTSIDE}
+        times = {}
+        for name, milliseconds in clock.read().items():
+            if name not in _OUTSIDE:
+                times[name] = milliseconds
         record: dict[str, Any] = {"global_step": self._before + self.steps, "memory": peak_memory(self._device)}
-        record |= {f"time/{'other' if name == 'rest' else name}": milliseconds for name, milliseconds in times.items()}
+        for name, milliseconds in times.items():
+            record[f"time/{'other' if name == 'rest' else name}"] = milliseconds
         record["time/total"] = sum(times.values())
         loss = None
         if self._losses and self.rank == 0:
@@ -258,7 +266,9 @@ class ScriptRecorder:
                 loss = torch.stack(
                     [loss_tensor.reshape(()).to(self._device, torch.float32) for loss_tensor in self._losses]
                 ).mean()
-        self._losses, self._record, self._due = [], (record, loss), time.perf_counter() + _WINDOW
+        self._losses = []
+        self._record = (record, loss)
+        self._due = time.perf_counter() + _WINDOW
 
     def _write(self) -> None:
         if self._record is None:

@@ -196,7 +196,10 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
         raise ConfigError("--engine.config: optimizer.params must be a JSON object; remove it, since the flags set it")
     if "type" in section and _KINDS.get(optimizer_name(section["type"], params)) != class_name:
         _check_entry(section, "type", class_name, "the run's optimizer", "optimizer.")
-    stray = [key for key in section if key not in ("type", "params")]
+    stray = []
+    for key in section:
+        if key not in ("type", "params"):
+            stray.append(key)
     if stray:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: remove it")
     groups = optimizer.param_groups

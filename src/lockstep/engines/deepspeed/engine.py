@@ -153,7 +153,10 @@ class SplitState:
         Under stage 1 gradients are whole until the step ends.
         """
         # Only stage 3 has shards as attributes of the parameters.
-        shards = [p.ds_tensor for p in self._model.parameters() if hasattr(p, "ds_tensor")]
+        shards = []
+        for p in self._model.parameters():
+            if hasattr(p, "ds_tensor"):
+                shards.append(p.ds_tensor)
         weights = [p.data for p in self._model.parameters()]
         gradients = count_bytes(parameter.data for _, parameter in self._trained())
         if self._stage > 1:
@@ -203,18 +206,23 @@ class SplitState:
             element_size = 4 if parameter.requires_grad else parameter.element_size()
             sizes.append((element_size * count, f"model/{name}"))
             if parameter.requires_grad:
-                sizes += [(element_size * count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
+                for key in self._flat.elementwise():
+                    sizes.append((element_size * count, f"optimizer/{name}/{key}"))
         return owners_of(sizes, self._world.size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        parameters = set()
+        for name, _ in self._model.named_parameters(remove_duplicate=False):
+            parameters.add(name)
         for name, tensor in self._model.state_dict().items():
             if name not in parameters:
                 yield name, tensor
 
     def _ties(self) -> Iterator[tuple[str, str]]:
         """Yield (second name, first name) of tied parameters."""
-        first_names = {parameter: name for name, parameter in self._model.named_parameters()}
+        first_names = {}
+        for name, parameter in self._model.named_parameters():
+            first_names[parameter] = name
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if first_names[parameter] != name:
                 yield name, first_names[parameter]
@@ -330,17 +338,23 @@ class _FlatStates:
     def elementwise(self) -> list[str]:
         """Return the keys of states with one value for each element."""
         flat, values = next(iter(self._states().items()), (torch.empty(0), {}))
-        return [key for key, value in values.items() if isinstance(value, Tensor) and value.shape == flat.shape]
+        keys = []
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                keys.append(key)
+        return keys
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the states shared by all elements (the step count), 0-dim; plain numbers as float64."""
         keys = self.elementwise()
         values = next(iter(self._states().values()), {})
-        return {
-            key: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-            for key, value in values.items()
-            if key not in keys and isinstance(value, Tensor | int | float)
-        }
+        scalars = {}
+        for key, value in values.items():
+            if key not in keys and isinstance(value, Tensor | int | float):
+                scalars[key] = (
+                    value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+                )
+        return scalars
 
     def begin(self, key: str, value: Tensor) -> None:
         """Fill a state of the optimizer, named by `key`, with its initial value."""
@@ -466,7 +480,10 @@ class DeepSpeed(BareEngine):
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         if self._scaled and not self._split:
-            gradients = [p.grad for p in self._update.parameters if p.grad is not None]
+            gradients = []
+            for p in self._update.parameters:
+                if p.grad is not None:
+                    gradients.append(p.grad)
             # Private to torch: multiplies all gradients in one kernel. DeepSpeed has averaged them.
             torch._foreach_mul_(gradients, float(self._world.size))
         result: StepResult = self._update(factor, limit, momentum, evaluate)
@@ -582,7 +599,11 @@ class _ZeroStep:
         if self._scaler:
             self._scaler.load_state_dict(state)
             self._scale()
-        return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
+        present = {}
+        for name, tensor in state.items():
+            if not name.startswith("scaler/"):
+                present[name] = tensor
+        return present
 
 
 def _check(request: EngineRequest, dtypes: set[torch.dtype]) -> None:
@@ -621,7 +642,11 @@ def _package(world: World) -> Any:
 
 def _initialize(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     # Look before DeepSpeed does: stage 3 empties the parameters.
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
+    scalar = None
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            scalar = name
+            break
     try:
         # All ranks.
         engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective
@@ -658,5 +683,6 @@ def _accessors(package: Any) -> Any:
     functions = {}
     for name in names:
         functions[f"safe_{name}_fp32_param"] = getattr(utils, f"safe_{name}_fp32_param")
-    functions |= {f"safe_{name}_optimizer_state": getattr(utils, f"safe_{name}_optimizer_state") for name in names}
+    for name in names:
+        functions[f"safe_{name}_optimizer_state"] = getattr(utils, f"safe_{name}_optimizer_state")
     return SimpleNamespace(gathered=gathered, **functions)

@@ -92,7 +92,10 @@ class UsageCheck:
                 names.append(name)
         if names:
             self._refuse(names, self._describe_users(names[0], flags))
-        names = [name for name, n in zip(self._usage.names, mixing, strict=True) if n]
+        names = []
+        for name, n in zip(self._usage.names, mixing, strict=True):
+            if n:
+                names.append(name)
         if names:
             self._refuse(names, "used by some micro-batches of this step and not by others")
 
@@ -105,13 +108,22 @@ class UsageCheck:
         if all(flags):
             return flags
         leaves = reached(loss)
-        return [before or parameter in leaves for before, parameter in zip(flags, self._usage.parameters, strict=True)]
+        uses = []
+        for before, parameter in zip(flags, self._usage.parameters, strict=True):
+            uses.append(before or parameter in leaves)
+        return uses
 
     def _describe_users(self, name: str, flags: list[bool]) -> str:
         index = self._usage.names.index(name)
         # All ranks, only before an error: which of them use the parameter?
         by_rank = self._world.gather(flags[index])  # collective
-        users, idle = ([str(rank) for rank, uses in enumerate(by_rank) if uses is flag] for flag in (True, False))
+        users = []
+        idle = []
+        for rank, uses in enumerate(by_rank):
+            if uses:
+                users.append(str(rank))
+            else:
+                idle.append(str(rank))
         return f"used by rank {listed(users)} and not by rank {listed(idle)} in this step"
 
     def _refuse(self, names: list[str], reason: str) -> None:
@@ -160,7 +172,10 @@ def check(request: EngineRequest, world: World) -> None:
             "--engine.output-dtype": options.output_dtype != "same",
             "--engine.accumulate shard": options.accumulate == "shard",
         }
-        wrong = [name for name, is_set in conflicts.items() if is_set]
+        wrong = []
+        for name, is_set in conflicts.items():
+            if is_set:
+                wrong.append(name)
         if wrong:
             raise ConfigError(f"--exact with --engine fsdp does not work with {', '.join(wrong)}; drop it")
     if options.shard_size and options.sharding != "hybrid":
@@ -251,7 +266,10 @@ def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
     The remains of the step: gathered parameters, gradients on their way, and the units' records of where they are.
     """
-    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            units.append(module)
     if not units:
         return []
     # The hook keeps the engine, and with it a process group.
@@ -422,7 +440,11 @@ def _check_aliases(model: nn.Module) -> None:
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_modules"):
                 continue
-            alias = next((names[id(leaf)] for leaf in pytree.tree_leaves(value) if id(leaf) in names), None)
+            alias = None
+            for leaf in pytree.tree_leaves(value):
+                if id(leaf) in names:
+                    alias = names[id(leaf)]
+                    break
             if alias is not None:
                 path = f"{prefix}.{attribute}".lstrip(".")
                 raise ConfigError(f"--engine fsdp: {path} holds {alias}, a parameter that it splits; {way_out}")

@@ -52,12 +52,18 @@ __all__ = [
 
 def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients, 0-dim on `device`, from the shards of `group`."""
-    shards = [local_of(gradient) for gradient in gradients if is_dtensor(gradient)]
+    shards = []
+    for gradient in gradients:
+        if is_dtensor(gradient):
+            shards.append(local_of(gradient))
     squares = combined(norms_of(shards)).to(device).square()
     # All ranks of the sharding group; each has a part of every gradient.
     collectives.all_reduce(squares, group=group)  # collective
     # Every rank has the whole ones, so they are added once, after the exchange.
-    whole = [gradient for gradient in gradients if not is_dtensor(gradient)]
+    whole = []
+    for gradient in gradients:
+        if not is_dtensor(gradient):
+            whole.append(gradient)
     return (squares + combined(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
 
 
@@ -70,10 +76,10 @@ def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: to
     # As above, for each gradient.
     collectives.all_reduce(squares, group=group)  # collective
     summed = squares.sqrt().unbind()
-    return [
-        total if is_dtensor(gradient) else norm.to(total)
-        for gradient, norm, total in zip(gradients, norms, summed, strict=True)
-    ]
+    results = []
+    for gradient, norm, total in zip(gradients, norms, summed, strict=True):
+        results.append(total if is_dtensor(gradient) else norm.to(total))
+    return results
 
 
 class ExactNorm:
@@ -92,7 +98,10 @@ class ExactNorm:
 
     def each(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return the norm of each gradient. Collective."""
-        shards: list[Tensor] = [gradient for gradient in gradients if is_dtensor(gradient)]
+        shards: list[Tensor] = []
+        for gradient in gradients:
+            if is_dtensor(gradient):
+                shards.append(gradient)
         shard_norms = iter(self._of_shards(shards) if shards else ())
         return [
             # Every rank has the gradient of a whole parameter.
@@ -104,7 +113,9 @@ class ExactNorm:
         owners = assign_owners([gradient.numel() for gradient in gradients], self._world.size)
         wholes = self._gather_owned(gradients, owners)
         norms = iter(norms_of(wholes))
-        local = [next(norms) if owner == self._world.rank else None for owner in owners]
+        local = []
+        for owner in owners:
+            local.append(next(norms) if owner == self._world.rank else None)
         if any(g.dtype is torch.float64 for g in gradients):
             dtype = torch.float64
         else:
@@ -124,7 +135,10 @@ class ExactNorm:
         # All ranks: an all-to-all gathers each gradient on its owner.
         wholes = gather_rows(local_shards, [gradient.shape for gradient in gradients], owners)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
-        return [tensor.to(gradient.dtype) for tensor, gradient in zip(wholes, sources, strict=True)]
+        gradients = []
+        for tensor, gradient in zip(wholes, sources, strict=True):
+            gradients.append(tensor.to(gradient.dtype))
+        return gradients
 
 
 class ExactReduceScatter:
@@ -216,7 +230,10 @@ class FSDP(BareEngine):
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         instance = optimizer(model)
         self._parameters = trained(model, instance)
-        whole = [parameter for parameter in find_whole(model) if parameter.requires_grad]
+        whole = []
+        for parameter in find_whole(model):
+            if parameter.requires_grad:
+                whole.append(parameter)
         self._whole = WholeParameters(whole, request.exact, world)
         norm, norms = self._norms(mesh)
         spec = UpdateSpec(

@@ -75,7 +75,10 @@ def same_units(model: nn.Module, world: World) -> Iterator[None]:
     Raises:
         ConfigError: the ranks run different units, so that one would wait for shards that another does not send.
     """
-    names = [name for name, module in model.named_modules() if hasattr(module, "unshard")]
+    names = []
+    for name, module in model.named_modules():
+        if hasattr(module, "unshard"):
+            names.append(name)
     if world.size == 1 or not names or is_compiled(model):
         yield
         return

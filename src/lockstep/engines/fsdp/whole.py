@@ -27,7 +27,11 @@ def is_whole(parameter: Tensor) -> bool:
 
 def find_whole(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not split, before or after `fully_shard`."""
-    return [p for p in model.parameters() if is_whole(p) and not isinstance(p, DTensor)]
+    whole = []
+    for p in model.parameters():
+        if is_whole(p) and not isinstance(p, DTensor):
+            whole.append(p)
+    return whole
 
 
 class WholeParameters:

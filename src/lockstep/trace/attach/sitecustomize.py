@@ -38,7 +38,10 @@ def _attach() -> None:
 
 def _run_user_sitecustomize() -> None:
     """Run the sitecustomize that this one shadows."""
-    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    others = []
+    for entry in sys.path:
+        if os.path.abspath(entry or ".") != _HERE:
+            others.append(entry)
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)

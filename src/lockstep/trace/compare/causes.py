@@ -310,8 +310,15 @@ def said(cause: str, frameworks: Iterable[str]) -> str:
             names.append("lightning")
         else:
             names.append(name)
-    order = [name for name in ("lightning", "transformers", "accelerate") if name in names]
-    way = next((ways[name] for name in order if name in ways), ways[""])
+    order = []
+    for name in ("lightning", "transformers", "accelerate"):
+        if name in names:
+            order.append(name)
+    way = ways[""]
+    for name in order:
+        if name in ways:
+            way = ways[name]
+            break
     return f"{text}. Fix: {way}"
 
 
@@ -415,11 +422,14 @@ class TraceVerdict:
             if not before and self.finding.step and self.judged > 1:
                 before = f"before it the weights differ by at most {self.largest:.1e}, relative"
             lines.append(f"DIFFERENT from {self.finding}")
-            lines += [f"  {reason}" for reason in [before, *self.missing] if reason]
+            for reason in [before, *self.missing]:
+                if reason:
+                    lines.append(f"  {reason}")
         elif self.missing:
             bits = f", {self.bits} of them with the same bits" if self.bits else ""
             lines.append(f"NOT PROVED: no difference in {self.judged} steps{bits}, but {self.missing[0]}")
-            lines += [f"  and {reason}" for reason in [*self.missing[1:], *filter(None, [self.unproven])]]
+            for reason in [*self.missing[1:], *filter(None, [self.unproven])]:
+                lines.append(f"  and {reason}")
         elif self.unproven:
             lines.append(f"NO MISTAKE FOUND in {self.judged} steps, but not proved: {self.unproven}")
         elif self.bits == self.judged:

@@ -324,10 +324,11 @@ def _first_different_bits(step: StepPair) -> list[str]:
     for section, name in (("grad", "the gradient of"), ("weights", "the update of")):
         first_tensors = step.one.tensors(section)
         second_tensors = step.two.tensors(section)
-        tensor = next(
-            (n for n in first_tensors if n in second_tensors and first_tensors[n].digest != second_tensors[n].digest),
-            "",
-        )
+        tensor = ""
+        for n in first_tensors:
+            if n in second_tensors and first_tensors[n].digest != second_tensors[n].digest:
+                tensor = n
+                break
         if tensor:
             if any(f.get("mn") for f in _first(step.one)["fwd"]):
                 more = ""
@@ -436,7 +437,10 @@ def _norms_off(step: StepPair) -> list[str]:
         if norm is None and not spot.tensors("grad"):
             return []
         if norm is None:
-            clips = [event for event in _first(spot)["ev"] if event[1] == "clip" and event[4]]
+            clips = []
+            for event in _first(spot)["ev"]:
+                if event[1] == "clip" and event[4]:
+                    clips.append(event)
             squares = sum(tensor.square for tensor in spot.tensors("grad").values())
             norm = clips[-1][4][0] if clips else math.sqrt(squares)
         norms.append(float(norm))

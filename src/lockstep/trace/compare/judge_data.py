@@ -68,9 +68,10 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     ):
         return None
     for name, samples in ((SECOND, second_reads), (FIRST, first_reads)):
-        parts = [
-            Counter(sample.content for sample in rank_samples) for rank_samples in samples.values() if rank_samples
-        ]
+        parts = []
+        for rank_samples in samples.values():
+            if rank_samples:
+                parts.append(Counter(sample.content for sample in rank_samples))
         if len(parts) > 1 and every(contents == parts[0] for contents in parts):
             return step.finding(
                 "data", "overlapping", f"in {name} all ranks read {_list_contents(samples[min(samples)])}", "samples", 1
@@ -116,7 +117,11 @@ def _cut_short(step: StepPair) -> TraceFinding | None:
 def _computed(use: Use, load: dict[str, Any]) -> int:
     """Count the samples of a batch that forwards compute."""
     pairs = zip(use.forwards, use.sources, strict=True)
-    return sum(int(forward["n"]) for forward, source in pairs if source is load)
+    total = 0
+    for forward, source in pairs:
+        if source is load:
+            total += int(forward["n"])
+    return total
 
 
 def contents_difference(step: StepPair) -> TraceFinding | None:
@@ -137,9 +142,9 @@ def contents_difference(step: StepPair) -> TraceFinding | None:
     rank, sample = next(
         (rank, s) for rank, rank_samples in second_reads.items() for s in rank_samples if s.content == wrong
     )
-    indices = [
-        Counter(s.index for rank_samples in side.values() for s in rank_samples) for side in (first_reads, second_reads)
-    ]
+    indices = []
+    for side in (first_reads, second_reads):
+        indices.append(Counter(s.index for rank_samples in side.values() for s in rank_samples))
     if indices[0] == indices[1] and -1 not in indices[0]:
         return step.finding("data", "other-contents", f"{sample.name} has different contents", "samples", rank)
     return step.finding("data", "other-samples", f"{_list_contents(second_reads[rank])} on rank {rank}", "samples")
@@ -163,7 +168,10 @@ def _reads_of(pair: TracePair, side: TraceSide, at: int) -> dict[int, list[Trace
 
 
 def _by_index(reads: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
-    return {rank: [TracedSample(s.index, s.index, s.epoch) for s in samples] for rank, samples in reads.items()}
+    by_index = {}
+    for rank, samples in reads.items():
+        by_index[rank] = [TracedSample(s.index, s.index, s.epoch) for s in samples]
+    return by_index
 
 
 def _is_indexed(pair: TracePair) -> bool:
@@ -235,9 +243,9 @@ def _samples_of_other_step(
     resumed = step.pair.shift or step.one.begins or step.two.begins
     owner = "its" if sum(missing.values()) == 1 else "their"
     text = f"{_list_samples(missing, names)} missing, {_list_samples(new, names)} in {owner} place"
-    epochs = [
-        max((s.epoch for entry in side.values() for s in entry), default=0) for side in (first_reads, second_reads)
-    ]
+    epochs = []
+    for side in (first_reads, second_reads):
+        epochs.append(max((s.epoch for entry in side.values() for s in entry), default=0))
     # The nearest steps first; later ones only up to 50 steps ahead.
     for offset in (1, -1, 2, -2, *(-entry for entry in range(3, step.at[0] + 1)), *range(3, 50)):
         at = step.at[0] + offset
@@ -288,11 +296,12 @@ def _are_elsewhere(step: StepPair, reads: tuple[dict[int, list[TracedSample]], .
     only = (first_counts - second_counts) + (second_counts - first_counts)
     elsewhere = 0
     for content, count in only.items():
-        others = [
-            occurrences.get(content, set()) - {(_epoch(entry), at)}
-            for occurrences, entry, at in zip(_places(step.pair), reads, step.at, strict=True)
-        ]
-        epochs = [{epoch for epoch, _ in entry} for entry in others]
+        others = []
+        for occurrences, entry, at in zip(_places(step.pair), reads, step.at, strict=True):
+            others.append(occurrences.get(content, set()) - {(_epoch(entry), at)})
+        epochs = []
+        for places in others:
+            epochs.append({epoch for epoch, _ in places})
         elsewhere += count * any(_epoch(entry) in side_epochs for entry, side_epochs in zip(reads, epochs, strict=True))
     return bool(elsewhere) and 2 * elsewhere >= only.total()
 
@@ -379,7 +388,10 @@ def _shortest(reads: dict[int, list[TracedSample]]) -> int:
 
 
 def _rank(samples: dict[int, list[TracedSample]], new: Counter[int]) -> int:
-    return next((rank for rank, rank_samples in samples.items() if any(s.content in new for s in rank_samples)), -1)
+    for rank, rank_samples in samples.items():
+        if any(s.content in new for s in rank_samples):
+            return rank
+    return -1
 
 
 def _list_samples(contents: Counter[int], names: dict[int, str]) -> str:
@@ -444,10 +456,9 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
             if wrong is not None:
                 return "", wrong
     key = min(keys, key=lambda each: (each in _COMMON, each))
-    shapes = [
-        {rank: [forward.size for forward in each] for rank, each in ranks.items()}
-        for ranks in (first_states, second_states)
-    ]
+    shapes = []
+    for ranks in (first_states, second_states):
+        shapes.append({rank: [forward.size for forward in each] for rank, each in ranks.items()})
     if shapes[0] == shapes[1]:
         for rank, forwards in second_states.items():
             if [each.before.get(key) for each in forwards] != [each.before.get(key) for each in first_states[rank]]:
@@ -464,19 +475,22 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
 
 def _states(spot: Spot) -> dict[int, list[Forward]]:
     """List each rank's training forwards of the model."""
-    return {
-        rank: [
-            Forward((f["n"], f.get("w", 0)), frozenset(words(f.get("s"))), f["rng"][0], f["rng"][1])
-            for f in record["fwd"]
-            if f["train"] and not f["m"] and len(f.get("rng", ())) == 2
-        ]
-        for rank, record in spot.part.records(spot.at).items()
-    }
+    states = {}
+    for rank, record in spot.part.records(spot.at).items():
+        forwards = []
+        for f in record["fwd"]:
+            if f["train"] and not f["m"] and len(f.get("rng", ())) == 2:
+                forwards.append(Forward((f["n"], f.get("w", 0)), frozenset(words(f.get("s"))), *f["rng"]))
+        states[rank] = forwards
+    return states
 
 
 def _two_steps(spot: Spot) -> list[tuple[int, int, Forward]]:
     """List (step, rank, forward) of a step and of the one after it."""
-    steps = [Spot(spot.part, at) for at in (spot.at, spot.at + 1) if at < spot.part.count]
+    steps = []
+    for at in (spot.at, spot.at + 1):
+        if at < spot.part.count:
+            steps.append(Spot(spot.part, at))
     return [(entry.at, rank, forward) for entry in steps for rank, ran in _states(entry).items() for forward in ran]
 
 
@@ -559,7 +573,10 @@ def _unmatched_tensors(step: StepPair, sets: Matched) -> TraceFinding | None:
             return step.finding("parameters", "stale-optimizer", text, (lacks or extra)[0])
     for name, spot, other, _, lacks in sides:
         model = _model(spot)
-        only = [tensor for tensor in lacks if tensor in _trained_names(other) or tensor not in model]
+        only = []
+        for tensor in lacks:
+            if tensor in _trained_names(other) or tensor not in model:
+                only.append(tensor)
         if only:
             if set(only) <= spot.part.names(spot.at, "frozen"):
                 cause = "frozen"
@@ -579,7 +596,11 @@ def _trained_names(spot: Spot) -> set[str]:
 
 def _model(spot: Spot) -> list[str]:
     """List the model's parameters, without names that are positions in an optimizer's group."""
-    return [name for name in spot.part.tensors(0, "initial") if not _is_position(name)]
+    names = []
+    for name in spot.part.tensors(0, "initial"):
+        if not _is_position(name):
+            names.append(name)
+    return names
 
 
 def _is_position(name: str) -> bool:
@@ -595,11 +616,11 @@ def unmatched_gradients(step: StepPair) -> list[str]:
     first_gradients = step.one.tensors("grad")
     second_gradients = step.two.tensors("grad")
     sets = matched(first_gradients, second_gradients)
-    return [
-        name
-        for name in chain(sets.first, sets.second)
-        if (first_gradients.get(name) or second_gradients[name]).square != 0
-    ]
+    names = []
+    for name in chain(sets.first, sets.second):
+        if (first_gradients.get(name) or second_gradients[name]).square != 0:
+            names.append(name)
+    return names
 
 
 def gradient_sets(step: StepPair) -> TraceFinding | None:
@@ -627,7 +648,10 @@ def state_sets(step: StepPair) -> TraceFinding | None:
     trained = step.one.tensors("grad").keys() & step.two.tensors("grad").keys()
     sets = matched(first_states, second_states)
     for name, only in ((SECOND, sets.first), (FIRST, sets.second)):
-        lacking = [key for key in only if key.rpartition("/")[0] in trained]
+        lacking = []
+        for key in only:
+            if key.rpartition("/")[0] in trained:
+                lacking.append(key)
         # For large models states are recorded only now and then.
         if lacking and first_states and second_states:
             return step.finding("optimizer state", "state", f"{name} has no {_list_names(lacking)}", lacking[0])
@@ -642,7 +666,11 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
         grads = spot.tensors("grad")
         fresh = other.tensors("grad")
-        previous = next((earlier for earlier in _previous_gradients(spot) if earlier.keys() == grads.keys()), None)
+        previous = None
+        for earlier in _previous_gradients(spot):
+            if earlier.keys() == grads.keys():
+                previous = earlier
+                break
         if previous is None or not grads or not matched(grads, fresh).whole:
             continue
         sum_, current, before = (

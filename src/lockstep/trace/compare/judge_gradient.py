@@ -278,16 +278,15 @@ def _factors(step: StepPair) -> list[_Factor]:
         spread = math.sqrt(off / total * count / (count - len(groups)))
     else:
         spread = 0.0
-    return [
-        _Factor(
-            *key,
-            means[key],
-            spread * math.sqrt(sum(w * w for _, w in ratios)) / sum(w for _, w in ratios),
-            len(ratios),
-            max(abs(value - means[key]) for value, _ in ratios),
-        )
-        for key, ratios in groups.items()
-    ]
+    factors = []
+    for forwards, ratios in groups.items():
+        mean = means[forwards]
+        weights = [weight for _, weight in ratios]
+        # The standard error of a weighted mean.
+        error = spread * math.sqrt(sum(weight * weight for weight in weights)) / sum(weights)
+        furthest = max(abs(value - mean) for value, _ in ratios)
+        factors.append(_Factor(*forwards, mean, error, len(ratios), furthest))
+    return factors
 
 
 def _weighted_mean(values: list[tuple[float, float]]) -> float:
@@ -362,7 +361,9 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
     text = f"the loss of the step is {second_loss:.6g} instead of {first_loss:.6g}"
     for name, column in _keys(step):
         counts = [_counts(step, side, name, column) for side in (0, 1)]
-        weighted = [_weighted(rank_losses, count) for rank_losses, count in zip(losses, counts, strict=True)]
+        weighted = []
+        for rank_losses, count in zip(losses, counts, strict=True):
+            weighted.append(_weighted(rank_losses, count))
         if None in weighted or weighted[0] is None or weighted[1] is None:
             continue
         if (
@@ -397,7 +398,10 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
 
 def _losses(spot: Spot) -> dict[int, list[float]]:
     records = spot.part.records(spot.at)
-    return {rank: [entry["v"][0] for entry in record["loss"] if entry["v"]] for rank, record in records.items()}
+    losses = {}
+    for rank, record in records.items():
+        losses[rank] = [entry["v"][0] for entry in record["loss"] if entry["v"]]
+    return losses
 
 
 def _total(losses: dict[int, list[float]]) -> float:
@@ -494,13 +498,20 @@ def _records(spot: Spot) -> dict[int, dict[str, Any]]:
 
 def _clips(record: dict[str, Any]) -> list[list[Any]]:
     """Return the clip events of a step: [when, "clip", which, limit, [norm]]."""
-    return [event for event in record["ev"] if event[1] == "clip"]
+    events = []
+    for event in record["ev"]:
+        if event[1] == "clip":
+            events.append(event)
+    return events
 
 
 def _clipped_scaled(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
-            unscaled = [event[0] for event in record["ev"] if event[1] == "unscale"]
+            unscaled = []
+            for event in record["ev"]:
+                if event[1] == "unscale":
+                    unscaled.append(event[0])
             clips = _clips(record)
             if clips and unscaled and clips[-1][0] < min(unscaled):
                 text = f"in {name} the norm is {_norm(clips[-1])} when it is clipped, and unscaled only afterwards"
@@ -519,14 +530,22 @@ def _norm(clip: list[Any]) -> float:
 def _unequal_clip_norms(step: StepPair) -> TraceFinding | None:
     """Report ranks that clip by their own norms although they update by one gradient."""
     for name, spot in step.sides():
-        norms = {rank: _norm(clips[-1]) for rank, record in _records(spot).items() if (clips := _clips(record))}
-        finite_norms = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
+        norms = {}
+        for rank, record in _records(spot).items():
+            if clips := _clips(record):
+                norms[rank] = _norm(clips[-1])
+        finite_norms = {}
+        for rank, norm in norms.items():
+            if math.isfinite(norm):
+                finite_norms[rank] = norm
         if len(finite_norms) < 2:
             continue
         reference = finite_norms[min(finite_norms)]
-        wrong = next(
-            (rank for rank, norm in finite_norms.items() if abs(norm - reference) > _EQUAL * max(norm, reference)), None
-        )
+        wrong = None
+        for rank, norm in finite_norms.items():
+            if abs(norm - reference) > _EQUAL * max(norm, reference):
+                wrong = rank
+                break
         same = every(
             tensor.other is None or tensor.other[1] <= _EQUAL * tensor.norm for tensor in spot.tensors("grad").values()
         )
@@ -546,7 +565,10 @@ def _changed_after_clipping(step: StepPair) -> TraceFinding | None:
     changes: dict[str, tuple[int, float, float]] = {}
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
-            clips = [clip for clip in _clips(record) if clip[2] == "clip_grad_norm_" and clip[3]]
+            clips = []
+            for clip in _clips(record):
+                if clip[2] == "clip_grad_norm_" and clip[3]:
+                    clips.append(clip)
             if len(clips) == 1 and math.isfinite(_norm(clips[0])) and spot.tensors("grad"):
                 length = math.sqrt(sum(tensor.square for tensor in spot.tensors("grad").values()))
                 clipped = min(_norm(clips[0]), float(clips[0][3]))
@@ -628,7 +650,11 @@ def _forward(step: StepPair) -> TraceFinding | None:
     sizes = []
     for spot in (step.one, step.two):
         sizes.append({f["n"] for record in _records(spot).values() for f in record["fwd"] if f["train"]})
-    statistics = next((n for n in step.two.tensors("buffers") if n.endswith("running_mean")), "")
+    statistics = ""
+    for n in step.two.tensors("buffers"):
+        if n.endswith("running_mean"):
+            statistics = n
+            break
     if statistics and sizes[0] != sizes[1]:
         return step.finding("buffers", "batchnorm", text, statistics.removesuffix(".running_mean"), rank)
     return step.finding("forward", "forward", text, first_module(step) or "output", rank)
@@ -675,7 +701,10 @@ def _batches(uses: dict[int, Use]) -> Iterator[dict[str, Any]]:
 def _is_left_padded(batch: dict[str, Any]) -> bool:
     """Whether a mask leaves out some samples' first element; without one, the labels."""
     names = batch.get("cn", ())
-    masks = [name for name in names if name.endswith("attention_mask")]
+    masks = []
+    for name in names:
+        if name.endswith("attention_mask"):
+            masks.append(name)
     counts = [batch["c"][2 * names.index(name) :][:2] for name in masks or names]
     return any(whole - behind < batch["n"] for whole, behind in counts)
 
@@ -708,10 +737,16 @@ def first_module(step: StepPair) -> str:
 def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
     first_gradients = step.one.tensors("grad")
     second_gradients = step.two.tensors("grad")
-    names = [name for name in first_gradients if name in second_gradients]
-    return [x for name in names for x in first_gradients[name].sketch], [
-        x for name in names for x in second_gradients[name].sketch
-    ]
+    names = []
+    for name in first_gradients:
+        if name in second_gradients:
+            names.append(name)
+    first_sketch: list[float] = []
+    second_sketch: list[float] = []
+    for name in names:
+        first_sketch += first_gradients[name].sketch
+        second_sketch += second_gradients[name].sketch
+    return first_sketch, second_sketch
 
 
 def _ratio(step: StepPair) -> float:
@@ -730,7 +765,9 @@ def _ratio(step: StepPair) -> float:
 def _clipping(step: StepPair) -> TraceFinding | None:
     """Report parallel gradients of different lengths, at least one of them clipped."""
     ratio = _ratio(step)
-    clips = [_clips(next(iter(_records(spot).values()))) for spot in (step.one, step.two)]
+    clips = []
+    for spot in (step.one, step.two):
+        clips.append(_clips(next(iter(_records(spot).values()))))
     if math.isnan(ratio) or not any(clips):
         return None
     limits = []

@@ -68,7 +68,10 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
         )
     weights = _finite_in_both(step.one.tensors("weights"), step.two.tensors("weights"))
     compared["updates"] += len(matched(weights, _finite_in_both(step.one.before(), step.two.before())).both)
-    norms = [norm_of(spot) for _, spot in _sides(step) if spot.hidden]
+    norms = []
+    for _, spot in _sides(step):
+        if spot.hidden:
+            norms.append(norm_of(spot))
     compared["gradient norms"] += bool(norms) and None not in norms and every(math.isfinite(norm) for norm in norms)
     first_losses, second_losses = (losses_of(spot) for _, spot in _sides(step))
     if first_losses and second_losses:
@@ -83,7 +86,10 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
 def unended(pair: TracePair) -> list[str]:
     """List the runs that were not recorded to their end, or not on all ranks."""
     sides = (pair.one, pair.two)
-    runs = [f"{side.name} {side.stop} after step {len(side.spots)}" for side in sides if side.stop]
+    runs = []
+    for side in sides:
+        if side.stop:
+            runs.append(f"{side.name} {side.stop} after step {len(side.spots)}")
     for side in sides:
         trace_part = side.spots[0].part
         if len(trace_part.ranks) < trace_part.world:
@@ -107,9 +113,8 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
     checks = [("losses", _has_losses), ("samples", _has_samples)]
     checks += [("states", _has_state)] * (not any(side.spots[0].hidden for side in sides))
     for name, has in checks:
-        in_first, in_second = (
-            any(has(side, indices[number]) for indices in pair.steps) for number, side in enumerate(sides)
-        )
+        in_first = any(has(sides[0], first) for first, _ in pair.steps)
+        in_second = any(has(sides[1], second) for _, second in pair.steps)
         if in_first != in_second:
             gaps.append(f"only {verdict.two if in_second else verdict.one} has {name}")
     return gaps
@@ -118,12 +123,13 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
 def _finite_in_both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *, masks: bool = False) -> list[str]:
     """List the names with finite values in both; with `masks` also equal infinite ones."""
     pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
-    return [
-        name
-        for name, first_tensor, second_tensor in pairs
-        if (finite(first_tensor) and finite(second_tensor))
-        or (masks and first_tensor.digest == second_tensor.digest and math.isinf(first_tensor.square))
-    ]
+    names = []
+    for name, first_tensor, second_tensor in pairs:
+        if (finite(first_tensor) and finite(second_tensor)) or (
+            masks and first_tensor.digest == second_tensor.digest and math.isinf(first_tensor.square)
+        ):
+            names.append(name)
+    return names
 
 
 def _sides(step: StepPair) -> tuple[tuple[TraceSide, Spot], tuple[TraceSide, Spot]]:
@@ -227,7 +233,9 @@ def _in_training_mode(
         idle = []
         for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True):
             idle.append(_without_backward(side, spot))
-        training = [bool(count) and not use for count, use in zip(idle, uses, strict=True)]
+        training = []
+        for count, use in zip(idle, uses, strict=True):
+            training.append(bool(count) and not use)
         training = [False, False] if every(map(bool, idle)) else training
     if training[0] == training[1]:
         return None
@@ -469,7 +477,11 @@ def _unequal_setting(first: dict[str, Any], second: dict[str, Any]) -> str:
 def update_difference(step: StepPair) -> TraceFinding | None:
     """Report weights that the same gradient moved differently."""
     for name, spot in step.sides():
-        wrong = next(((n, w) for n, w in spot.tensors("weights").items() if unlike(w) and w.other), None)
+        wrong = None
+        for n, w in spot.tensors("weights").items():
+            if unlike(w) and w.other:
+                wrong = (n, w)
+                break
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
             text = f"in {name} after the update it differs from rank 0's by {share(error, wrong[1].norm)}"
@@ -483,9 +495,10 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
     A tensor is judged alone if its gradient is bitwise equal. Otherwise all are judged together: for an element with a
     gradient of rounding noise, Adam takes a step of full length in a random direction, and a tensor may have many.
     """
-    (grads, weights), (their_grads, their_weights) = (
-        [spot.tensors(section) for section in ("grad", "weights")] for spot in (step.one, step.two)
-    )
+    grads = step.one.tensors("grad")
+    weights = step.one.tensors("weights")
+    their_grads = step.two.tensors("grad")
+    their_weights = step.two.tensors("weights")
     before = step.one.before()
     their_before = step.two.before()
     # An engine that does not show its gradients.
@@ -502,10 +515,8 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
                 continue
             noise = math.hypot(noise, off)
             signal = math.hypot(signal, grads[name].norm)
-        first_move, second_move = (
-            tuple(a - b for a, b in zip(after[name].sketch, begin[name].sketch, strict=True))
-            for after, begin in ((weights, before), (their_weights, their_before))
-        )
+        first_move = _difference(weights[name], before[name])
+        second_move = _difference(their_weights[name], their_before[name])
         zero = (0.0,) * len(first_move)
         gap = distance(first_move, second_move)
         length = max(distance(first_move, zero), distance(second_move, zero))
@@ -533,9 +544,10 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
 
 def buffer_difference(step: StepPair) -> TraceFinding | None:
     """Compare the buffers of the ranks in each run, and those of the two runs."""
-    sides = {
-        name: [entry for entry in spot.tensors("buffers").items() if unlike(entry[1])] for name, spot in step.sides()
-    }
+    # Buffers that differ between a run's own ranks.
+    sides = {}
+    for name, spot in step.sides():
+        sides[name] = [entry for entry in spot.tensors("buffers").items() if unlike(entry[1])]
     if bool(sides[FIRST]) != bool(sides[SECOND]):
         run = FIRST if sides[FIRST] else SECOND
         name, tensor = sides[run][0]
@@ -563,7 +575,11 @@ def begin_state(step: StepPair) -> TraceFinding | None:
     sides = ((SECOND, step.two, step.one), (FIRST, step.one, step.two))
     for name, spot, other_spot in sides:
         initial = spot.tensors("initial state")
-        wrong = next(((n, w) for n, w in initial.items() if unlike(w) and w.other), None)
+        wrong = None
+        for n, w in initial.items():
+            if unlike(w) and w.other:
+                wrong = (n, w)
+                break
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
             text = f"in {name} the state at its start differs from rank 0's by {share(error, wrong[1].norm)}"
@@ -582,7 +598,11 @@ def begin_state(step: StepPair) -> TraceFinding | None:
 def state_difference(step: StepPair) -> TraceFinding | None:
     """Compare the optimizer states, given that the weights agree."""
     for name, spot in step.sides():
-        wrong = next(((n, w) for n, w in spot.tensors("state").items() if unlike(w) and w.other), None)
+        wrong = None
+        for n, w in spot.tensors("state").items():
+            if unlike(w) and w.other:
+                wrong = (n, w)
+                break
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
             text = f"in {name} it differs from rank 0's by {share(error, wrong[1].norm)}"
@@ -701,8 +721,13 @@ def _describe_time(spot: Spot) -> str:
 def _moves(spot: Spot) -> dict[str, tuple[float, ...]]:
     """Return the moves of the tensors that changed since the previous update."""
     previous = spot.left()
-    return {
-        name: tuple(a - b for a, b in zip(tensor.sketch, previous[name].sketch, strict=True))
-        for name, tensor in spot.tensors("begin").items()
-        if name in previous and previous[name].digest != tensor.digest
-    }
+    moves = {}
+    for name, tensor in spot.tensors("begin").items():
+        if name in previous and previous[name].digest != tensor.digest:
+            moves[name] = _difference(tensor, previous[name])
+    return moves
+
+
+def _difference(tensor: WholeTensor, other: WholeTensor) -> tuple[float, ...]:
+    """Return the difference of two tensors' sketches."""
+    return tuple(a - b for a, b in zip(tensor.sketch, other.sketch, strict=True))

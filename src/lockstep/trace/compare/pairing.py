@@ -63,11 +63,18 @@ def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
     """Match two sets of names, each in its own order."""
     first_names = dict.fromkeys(one)
     second_names = dict.fromkeys(two)
-    return Matched(
-        tuple(name for name in first_names if name in second_names),
-        tuple(name for name in first_names if name not in second_names),
-        tuple(name for name in second_names if name not in first_names),
-    )
+    common = []
+    first_only = []
+    for name in first_names:
+        if name in second_names:
+            common.append(name)
+        else:
+            first_only.append(name)
+    second_only = []
+    for name in second_names:
+        if name not in first_names:
+            second_only.append(name)
+    return Matched(tuple(common), tuple(first_only), tuple(second_only))
 
 
 def every(tests: Iterable[bool]) -> bool:
@@ -143,7 +150,8 @@ def _uses(rank: RankTrace) -> list[tuple[Use, Use]]:
                 continue
             use = both[0] if event["train"] else both[1]
             use.forwards.append(event)
-            use.inputs += [TracedSample(content) for content in words(event.get("s"))]
+            for content in words(event.get("s")):
+                use.inputs.append(TracedSample(content))
             load = _match(event, waiting, matched_loads, kinds)
             use.sources.append(load)
             if load is None:
@@ -173,7 +181,11 @@ def _match(
             most = common
     if best is None:
         # Without common contents: the oldest waiting batch of a loader that feeds such forwards.
-        best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
+        best = None
+        for load in waiting:
+            if kinds.get(load["l"], forward["train"]) == forward["train"]:
+                best = load
+                break
     if best is None:
         latest = earlier[-1] if earlier else None
         if latest is not None and kinds.get(latest["l"]) == forward["train"]:
@@ -182,8 +194,13 @@ def _match(
     if any(best is load for load in waiting):
         kinds.setdefault(best["l"], forward["train"])
         # Batches from earlier epochs of the loader will not be computed any more.
-        older = [load for load in waiting if load["l"] == best["l"] and load["e"] < best["e"]]
-        waiting[:] = [load for load in waiting if load is not best and not any(load is old for old in older)]
+        older = []
+        for load in waiting:
+            if load["l"] == best["l"] and load["e"] < best["e"]:
+                older.append(load)
+        # By identity: two loads may be equal.
+        passed = {id(best), *map(id, older)}
+        waiting[:] = [load for load in waiting if id(load) not in passed]
         earlier.append(best)
     return best
 
@@ -193,7 +210,10 @@ def _samples(load: dict[str, Any]) -> list[TracedSample]:
     indices = load.get("i") or []
     if len(indices) != len(contents):
         indices = [-1] * len(contents)
-    return [TracedSample(content, index, load["e"]) for content, index in zip(contents, indices, strict=True)]
+    samples = []
+    for content, index in zip(contents, indices, strict=True):
+        samples.append(TracedSample(content, index, load["e"]))
+    return samples
 
 
 class TracedSamples:
@@ -204,7 +224,11 @@ class TracedSamples:
 
     def at(self, step: int, kind: int) -> dict[int, Use]:
         """Return rank -> its use; kind 0: training, 1: evaluation."""
-        return {number: uses[step][kind] for number, uses in self.of.items() if step < len(uses)}
+        uses_at_step = {}
+        for number, uses in self.of.items():
+            if step < len(uses):
+                uses_at_step[number] = uses[step][kind]
+        return uses_at_step
 
 
 def _by_loader(first: Iterable[Use], second: Iterable[Use]) -> bool:
@@ -356,17 +380,19 @@ class TracePair:
     def steps(self) -> list[tuple[int, int]]:
         """(index in one, index in two) of each common step."""
         start = max(0, self.shift)
-        return [
-            (index, index - self.shift)
-            for index in range(start, min(len(self.one.spots), len(self.two.spots) + self.shift))
-        ]
+        pairs = []
+        for index in range(start, min(len(self.one.spots), len(self.two.spots) + self.shift)):
+            pairs.append((index, index - self.shift))
+        return pairs
 
 
 def paired(one: TraceRun, two: TraceRun) -> TracePair:
     """Match the steps of two runs by the weights that they start with."""
     first_side = _side(one)
     second_side = _side(two)
-    begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first_side, second_side)]
+    begins = []
+    for side in (first_side, second_side):
+        begins.append(int(side.spots[0].part.first.steps[0]["k"]))
     if max(begins):
         return TracePair(first_side, second_side, begins[1] - begins[0])
     shift = _steps_before(second_side.spots[0], first_side.spots)

@@ -128,11 +128,17 @@ class TracePart:
 
     def records(self, step: int) -> dict[int, dict[str, Any]]:
         """Return rank -> its record of the step at this index."""
-        return {number: rank.steps[step] for number, rank in self.ranks.items() if step < len(rank.steps)}
+        by_rank = {}
+        for number, rank in self.ranks.items():
+            if step < len(rank.steps):
+                by_rank[number] = rank.steps[step]
+        return by_rank
 
     def names(self, step: int, kind: str) -> set[str]:
         """Return the names of a kind without values: "frozen"."""
-        entries = [(number, record.get(kind)) for number, record in self.records(step).items()]
+        entries = []
+        for number, record in self.records(step).items():
+            entries.append((number, record.get(kind)))
         return {n for number, entry in entries if entry is not None for n in self.ranks[number].tables[entry]["names"]}
 
     def tensors(self, step: int, kind: str) -> dict[str, WholeTensor]:
@@ -148,7 +154,11 @@ class TracePart:
             self._cache[key] = self._assemble(step, kind)
         tensors = self._cache[key]
         if self.hidden:
-            return {n: w for n, w in tensors.items() if (kind, n) not in self.hidden}
+            visible = {}
+            for n, w in tensors.items():
+                if (kind, n) not in self.hidden:
+                    visible[n] = w
+            return visible
         return tensors
 
     def _assemble(self, step: int, kind: str) -> dict[str, WholeTensor]:
@@ -239,7 +249,10 @@ def read(folder: Path) -> TraceRun:
         )
     if info["format"] != FORMAT:
         raise TraceError(f"{folder} has format {info['format']}, but this lockstep reads {FORMAT}: record it again")
-    ranks = [trace for path in sorted(folder.glob("rank*.jsonl")) if (trace := _rank(path)) is not None]
+    ranks = []
+    for path in sorted(folder.glob("rank*.jsonl")):
+        if (trace := _rank(path)) is not None:
+            ranks.append(trace)
     trained = [rank for rank in ranks if rank.steps]
     if not trained:
         forwards = any(rank.end and any(f["train"] for f in rank.end["fwd"]) for rank in ranks)
@@ -323,7 +336,9 @@ def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
         steps.append(record)
         return
     previous["again"] = previous.get("again", 0) + 1
-    previous.update({key: record[key] for key in ("weights", "buffers", "state") if key in record})
+    for key in ("weights", "buffers", "state"):
+        if key in record:
+            previous[key] = record[key]
 
 
 def _parts(ranks: list[RankTrace]) -> list[TracePart]:

@@ -151,9 +151,11 @@ class TraceListener(Listener):
             return call(*args, **kwargs)
         self._in_collective = True
         try:
-            tensor = next(
-                (value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)), None
-            )
+            tensor = None
+            for value in _flat((*args, *kwargs.values())):
+                if isinstance(value, torch.Tensor):
+                    tensor = value
+                    break
             if tensor is None:
                 shape = [0, "", 0]
             else:

@@ -305,12 +305,16 @@ class Journal:
     def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
         plains = [plain(local, at) for _, local, at in entries]
         places = [at for _, _, at in entries]
-        tables = {
-            section: self._table(section_entries) for section, section_entries in kinds.items() if section_entries
-        }
+        tables = {}
+        for section, section_entries in kinds.items():
+            if section_entries:
+                tables[section] = self._table(section_entries)
         plans = []
         for device in dict.fromkeys(tensor.device for tensor in plains):
-            indices = [index for index, tensor in enumerate(plains) if tensor.device == device]
+            indices = []
+            for index, tensor in enumerate(plains):
+                if tensor.device == device:
+                    indices.append(index)
             plans.append((indices, SumPlan([plains[index] for index in indices], [places[index] for index in indices])))
         return _Layout(tables, plans)
 

@@ -138,7 +138,11 @@ class Names:
 
     def entries(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:
         """Return the entries of several tensors, without those on the meta device."""
-        return [self.entry(name, tensor) for name, tensor in tensors if not tensor.is_meta]
+        named = []
+        for name, tensor in tensors:
+            if not tensor.is_meta:
+                named.append(self.entry(name, tensor))
+        return named
 
     def generators(self, module: nn.Module, look: bool) -> list[tuple[str, torch.Generator]]:
         """Return the generators among a module's attributes; `look`: search again."""
@@ -152,7 +156,11 @@ class Names:
         values = []
         for name, submodule, key in self._generators[id(module)]:
             values.append((name, getattr(submodule(), key, None)))
-        return [(name, value) for name, value in values if isinstance(value, torch.Generator)]
+        entries = []
+        for name, value in values:
+            if isinstance(value, torch.Generator):
+                entries.append((name, value))
+        return entries
 
     def _read_names(self) -> None:
         # Reversed, so that a tied parameter has its first name.

@@ -48,7 +48,10 @@ class PendingTensors:
         pending = self._pending
         self._pending = []
         for device in {tensor.device for _, _, tensor, _ in pending}:
-            group = [entry for entry in pending if entry[2].device == device]
+            group = []
+            for entry in pending:
+                if entry[2].device == device:
+                    group.append(entry)
             words = [tensor.view(torch.int64) for _, _, tensor, _ in group]
             # Waits for the device, once a step.
             read = torch.cat(words).cpu()

@@ -225,7 +225,8 @@ class PassRecorder:
         parameters = self._names.entries(self._names.parameters(number))
         buffers = self._names.entries(self._names.buffers(True, number))
         self.journal.sums({f"initial{suffix}": parameters, f"initial buffers{suffix}": buffers})
-        self.initial.update(name for name, _, _ in (*parameters, *buffers))
+        for name, _, _ in (*parameters, *buffers):
+            self.initial.add(name)
 
     def inside(self, module: nn.Module, output: Any) -> None:
         """Record the end of a submodule's forward."""
@@ -238,7 +239,11 @@ class PassRecorder:
         if len(record.get("mn", ())) >= _MOST_EVENTS:
             return
         values = output if isinstance(output, tuple | list) else (output,)
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        tensor = None
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                tensor = value
+                break
         if tensor is not None:
             local, at = piece(tensor)
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -312,7 +317,11 @@ class PassRecorder:
         self._first = dict.fromkeys(self._first)
         if self.journal.within():
             tensors = roots if isinstance(roots, tuple | list) else [roots]
-            total = next((t for t in tensors if isinstance(t, Tensor) and t.numel() == 1), None)
+            total = None
+            for t in tensors:
+                if isinstance(t, Tensor) and t.numel() == 1:
+                    total = t
+                    break
             record = {"at": self.journal.tick(), "v": None}
             if total is not None:
                 self.journal.reading.put(record, "v", total, "numbers")
@@ -419,7 +428,10 @@ class Updates:
     def _frozen(self, trained: _OptimizerParameters) -> list[Entry]:
         """Return the parameters that require no gradient."""
         pairs = zip(trained.entries, trained.parameters, strict=True)
-        frozen = [entry for entry, parameter in pairs if not parameter.requires_grad]
+        frozen = []
+        for entry, parameter in pairs:
+            if not parameter.requires_grad:
+                frozen.append(entry)
         outside = []
         for name, parameter in trained.others:
             if not parameter.requires_grad:

@@ -314,9 +314,9 @@ def _restore(
     optimizer = built.groups.optimizer
     reports = generation.reports
     # Whether each member lacks the state from which all continue.
-    takes = [
-        reports[name][:2] != reports[sources[rank % len(sources)]][:2] for rank, name in enumerate(generation.members)
-    ]
+    takes = []
+    for rank, name in enumerate(generation.members):
+        takes.append(reports[name][:2] != reports[sources[rank % len(sources)]][:2])
     if any(takes):
         state = broadcast_state(state, [generation.members.index(name) for name in sources], world)
         if optimizer is not None and takes[world.rank]:

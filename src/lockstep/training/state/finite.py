@@ -72,11 +72,10 @@ def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
 
 
 def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
-    local = {
-        name: local_of(tensor)
-        for name, tensor in tensors.items()
-        if not tensor.is_meta and block_of(tensor) is not None
-    }
+    local = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and block_of(tensor) is not None:
+            local[name] = local_of(tensor)
     bad: dict[str, list[int]] = {}
     # A rank sees its own shards only, and every rank needs the list of all.
     for rank, names in enumerate(world.gather(not_finite(local))):

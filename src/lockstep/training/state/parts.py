@@ -164,7 +164,11 @@ class RunParts:
                 f"run.keep('{name}', ...): {type(user_object).__name__} needs state_dict() and load_state_dict()"
             )
         state = user_object.state_dict()
-        bad_key = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+        bad_key = None
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                bad_key = key
+                break
         if bad_key is not None:
             raise UsageError(f"run.keep('{name}', ...): '{bad_key}' in its state_dict() is not a tensor; make it one")
         self.user_objects[name] = user_object
@@ -172,7 +176,10 @@ class RunParts:
 
     def object_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the caller's object `name`, as `kept.NAME/KEY`."""
-        return {f"kept.{name}/{key}": tensor for key, tensor in self.user_objects[name].state_dict().items()}
+        state = {}
+        for key, tensor in self.user_objects[name].state_dict().items():
+            state[f"kept.{name}/{key}"] = tensor
+        return state
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint stores.
@@ -196,11 +203,11 @@ class RunParts:
             for parameter in group["params"]:
                 members.add(id(parameter))
         with evaluation_weights(optimizer):
-            return {
-                EVALUATED + name: parameter.detach().clone()
-                for name, parameter in self.model.named_parameters()
-                if id(parameter) in members
-            }
+            state = {}
+            for name, parameter in self.model.named_parameters():
+                if id(parameter) in members:
+                    state[EVALUATED + name] = parameter.detach().clone()
+            return state
 
     @property
     def switched(self) -> Optimizer | None:

@@ -198,10 +198,12 @@ def _devices() -> list[dict[str, Any]]:
     devices = []
     for index in range(torch.cuda.device_count()):
         devices.append(torch.cuda.get_device_properties(index))
-    return [
-        {"name": device.name, "memory": device.total_memory, "capability": f"{device.major}.{device.minor}"}
-        for device in devices
-    ]
+    entries = []
+    for device in devices:
+        entries.append(
+            {"name": device.name, "memory": device.total_memory, "capability": f"{device.major}.{device.minor}"}
+        )
+    return entries
 
 
 def _git() -> dict[str, Any] | None:

@@ -97,7 +97,8 @@ class BuildInputs:
         """
         guards = self.config.guards
         if survives_loss or "rollback" in (guards.nonfinite, guards.spike) or self.config.on_oom == "smaller":
-            self.tensors |= {name: tensor.detach().clone() for name, tensor in own.items()}
+            for name, tensor in own.items():
+                self.tensors[name] = tensor.detach().clone()
 
     def restore_tensors(self, built: RunParts) -> None:
         """Restore the initial values for a rollback without a checkpoint."""

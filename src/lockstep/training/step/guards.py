@@ -333,7 +333,8 @@ class RunGuards:
         self._began = time.monotonic()
         self._is_young = True
         self._fp16 = built.config.precision == "fp16"
-        self._loss, self._whole_step = loss_of(built.task), has_step_loss(built.task)
+        self._loss = loss_of(built.task)
+        self._whole_step = has_step_loss(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else NO_AUDIT
         # `build` compared the weights of a new run; these come from a checkpoint.
         if built.start and built.world.size > 1:

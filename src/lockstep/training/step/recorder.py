@@ -113,7 +113,8 @@ class Meter:
         self.skipped_steps = 0
         # Seconds by activity, without the first window, which includes the start.
         self._seconds: dict[str, float] | None = None
-        self._items, self._window_start = 0.0, time.perf_counter()
+        self._items = 0.0
+        self._window_start = time.perf_counter()
 
     def add(self, step: ReadStep) -> None:
         """Add a step whose numbers have been read."""

@@ -94,7 +94,11 @@ def try_compile(
         own_reason = on_all_ranks(world, attempt)
     # One rank's failure decides for all: every rank trains compiled, or none does.
     reasons = world.gather(own_reason)
-    first = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
+    first = ""
+    for rank, reason in enumerate(reasons):
+        if reason:
+            first = f"{rank_label(rank)}: {reason}"
+            break
     if first and not may_fail:
         raise ConfigError(
             f"--compile: the model cannot be compiled ({first}); leave it out, or let --compile auto train uncompiled"

@@ -174,7 +174,10 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for k, size in enumerate(whole):
             if self._rows_each(size) * self._count == shape[k] and size:
                 dims.append(k)
-        exact = [k for k in dims if whole[:k] == shape[:k] and whole[k + 1 :] == shape[k + 1 :]]
+        exact = []
+        for k in dims:
+            if whole[:k] == shape[:k] and whole[k + 1 :] == shape[k + 1 :]:
+                exact.append(k)
         return next(iter(exact or dims), None)
 
     def _rows_each(self, rows: int) -> float:
@@ -351,7 +354,10 @@ def _filled(draws: RowDraws, name: str, values: Values) -> Tensor:
         if key not in ("self", "generator"):
             settings[key] = value
     # `from` is a keyword of Python, so these arguments are passed by position.
-    numbers = [settings.pop(key) for key in ("from", "to") if key in settings]
+    numbers = []
+    for key in ("from", "to"):
+        if key in settings:
+            numbers.append(settings.pop(key))
     fill = getattr(Tensor, f"{name.removesuffix('_')}_")
     return draws.numbers(name, values, _form(values["self"]), lambda t, g: fill(t, *numbers, **settings, generator=g))
 

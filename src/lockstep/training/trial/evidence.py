@@ -219,11 +219,18 @@ def _undecidable(trial: Trial) -> str:
 
 
 def _conclude(found: list[Finding]) -> Verdict:
-    decided = [finding for finding in found if not finding.problem]
+    decided = []
+    for finding in found:
+        if not finding.problem:
+            decided.append(finding)
     failed = sum(finding.failed for finding in found)
     if not decided:
         first_finding = found[0]
-        problem = next((finding.problem for finding in found if not finding.is_finite), first_finding.problem)
+        problem = first_finding.problem
+        for finding in found:
+            if not finding.is_finite:
+                problem = finding.problem
+                break
         is_finite = all(finding.is_finite for finding in found)
         return Verdict("unknown" if is_finite else "not finite", problem, failed=failed)
     kinds = []
@@ -232,7 +239,11 @@ def _conclude(found: list[Finding]) -> Verdict:
             kinds.append(reduction)
     if SUM in kinds or MEAN in kinds:
         return Verdict(SUM if SUM in kinds else MEAN, _describe(decided[0]), failed=failed)
-    against = next((finding for finding in decided if finding.is_against), decided[-1])
+    against = decided[-1]
+    for finding in decided:
+        if finding.is_against:
+            against = finding
+            break
     return Verdict("neither", _describe(against), by_samples=SAMPLES in kinds, failed=failed)
 
 
@@ -388,7 +399,10 @@ class _Weighing:
     def _judgements(self, places: Sequence[HalvedSamples], seed: int) -> list["_Judgement"]:
         """Make a judgement of each place. Collective with sharded parameters."""
         facts = self._compare(places)  # collective
-        return [_Judgement(self, place, seed + number, facts[number]) for number, place in enumerate(places)]
+        judgements = []
+        for number, place in enumerate(places):
+            judgements.append(_Judgement(self, place, seed + number, facts[number]))
+        return judgements
 
     def _first(
         self, places: Sequence[HalvedSamples], seed: int, stretches: Sequence[bool]
@@ -403,22 +417,28 @@ class _Weighing:
     def _compare(self, places: Sequence[HalvedSamples]) -> list["_Facts"]:
         """Compare the ranks' places, where their gradients are added. Collective with sharded parameters."""
         shares = [[*chain(*_shares_of(place))] for place in places]
-        rows = [[bool(place.problem), *row, *(-x for x in row)] for place, row in zip(places, shares, strict=True)]
+        rows = []
+        for place, row in zip(places, shares, strict=True):
+            rows.append([bool(place.problem), *row, *(-x for x in row)])
         most = torch.tensor(rows, dtype=torch.float64)
         if self.is_sharded and self.trial.world.size > 1:
             # The maximum over the ranks of x and of -x gives the largest and the smallest x.
             collectives.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)
         # The ranks agree where the largest is the smallest.
         same = (most[:, 1:5] == -most[:, 5:]).tolist()
-        return [
-            _Facts(bool(problem), all(row[:2]), all(row[2:])) for problem, row in zip(most[:, 0], same, strict=True)
-        ]
+        facts = []
+        for problem, row in zip(most[:, 0], same, strict=True):
+            facts.append(_Facts(bool(problem), all(row[:2]), all(row[2:])))
+        return facts
 
     def _gather(self, judgements: list["_Judgement"]) -> list[list[Finding]]:
         """Return the findings of each rank's places. Collective."""
         findings = [[*judgement.finding] for judgement in judgements]
         # Every rank draws the conclusion from the findings of all.
-        return [[Finding(*values) for values in rank] for rank in self.trial.world.gather(findings)]
+        findings_by_rank = []
+        for rank in self.trial.world.gather(findings):
+            findings_by_rank.append([Finding(*values) for values in rank])
+        return findings_by_rank
 
     def differentiate(
         self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "GeneratorWatch | None" = None

@@ -87,7 +87,10 @@ def own_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
 def foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
     """Restore `.grad` of leaves of the loss's graph that the model does not own."""
     model_parameters = set(parameters)
-    before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in model_parameters]
+    before = []
+    for leaf in leaves(loss):
+        if leaf not in model_parameters:
+            before.append((leaf, leaf.grad))
     for leaf, _ in before:
         # A backward would add to it in place.
         leaf.grad = None
@@ -110,7 +113,8 @@ def leaves(loss: Tensor) -> list[Tensor]:
         visited.add(node)
         if hasattr(node, "variable"):
             tensors.append(node.variable)
-        queue += [following for following, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            queue.append(following)
     return tensors
 
 
@@ -129,7 +133,10 @@ def _generators(root: Any) -> list[Any]:
     level = [root]
     # Compare types: `isinstance` reads `__class__`, and an object of torch warns about that.
     while level and len(visited) < _VISITED:
-        objects = [item for item in level if not issubclass(type(item), types.ModuleType)]
+        objects = []
+        for item in level:
+            if not issubclass(type(item), types.ModuleType):
+                objects.append(item)
         level = []
         for item in gc.get_referents(*objects):
             if id(item) not in visited and len(visited) < _VISITED:

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -448,7 +449,10 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
         return []
     sharded = trial.is_sharded
     model = trial.model if sharded else trial.plain
-    parameters = [local_of(p) for p in model.parameters() if p.requires_grad]
+    parameters = []
+    for p in model.parameters():
+        if p.requires_grad:
+            parameters.append(local_of(p))
 
     def call() -> None:
         trial.seed()
@@ -464,12 +468,17 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
     if not depends_on_cut:
         return unsaved
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}
-    outside_buffers = {name: digest for name, digest in marks.items() if name not in buffers}
+    outside_buffers = {}
+    for name, digest in marks.items():
+        if name not in buffers:
+            outside_buffers[name] = digest
     slots = max(training.sharing.at(training.step_plan.origin.step).slots)
 
     def conclude(ranks: list[Any]) -> None:
-        names, owned = ({name for reply in ranks for name in reply[index]} for index in (0, 1))
-        differing = differing_marks([reply[1] for reply in ranks])
+        marks_by_rank, outside_by_rank = zip(*ranks, strict=True)
+        names = set(chain.from_iterable(marks_by_rank))
+        owned = set(chain.from_iterable(outside_by_rank))
+        differing = differing_marks(outside_by_rank)
         if owned and trial.config.exact:
             raise refusal_of_marks(owned, exact=True)
         if differing:
@@ -595,14 +604,23 @@ def classify(measurements: list[Measurement], index: int, limit: float) -> dict[
     """
     if any(measurement.is_random(index) for measurement in measurements):
         return None
-    errors = [kinds for measurement in measurements if (kinds := _relative_errors(measurement, index)) is not None]
+    errors = []
+    for measurement in measurements:
+        if (kinds := _relative_errors(measurement, index)) is not None:
+            errors.append(kinds)
     if not errors:
         return None
-    worst = {name: max(measurement[name] for measurement in errors) for name in errors[0]}
+    worst = {}
+    for name in errors[0]:
+        worst[name] = max(measurement[name] for measurement in errors)
     # Similar numbers of items make the two means close, but only one is exact.
     if worst[_SAMPLES] < _ROUNDING < worst["mean"]:
         worst["mean"] = math.inf
-    return {name: value for name, value in worst.items() if value <= limit}
+    small = {}
+    for name, value in worst.items():
+        if value <= limit:
+            small[name] = value
+    return small
 
 
 def describe_measurement(measurements: list[Measurement], index: int) -> str:
@@ -626,7 +644,10 @@ def _relative_errors(each: Measurement, index: int) -> dict[str, float] | None:
         "mean": each.mean(index, each.items),
         _SAMPLES: each.mean(index, each.samples),
     }
-    return {name: abs(value - other) / scale if math.isfinite(other) else math.inf for name, other in kinds.items()}
+    errors = {}
+    for name, other in kinds.items():
+        errors[name] = abs(value - other) / scale if math.isfinite(other) else math.inf
+    return errors
 
 
 # --- collectives in a loss
@@ -665,7 +686,8 @@ def _refuse_collectives(trial: Trial) -> Iterator[None]:
     hooks = []
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-    hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
+    for module in model.modules():
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
         with mode:
             yield

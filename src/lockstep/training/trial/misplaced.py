@@ -55,21 +55,15 @@ def find_misplaced(model: nn.Module, task: Task, batch: Any, device: torch.devic
     owner = user_task(task)
     for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
         if isinstance(value, nn.Module) and value is not model:
-            misplaced += [
-                entry._replace(label=f"the task's {name}: {entry.label}")
-                for entry in _misplaced_in_module(value, "", device)
-            ]
+            for entry in _misplaced_in_module(value, "", device):
+                misplaced.append(entry._replace(label=f"the task's {name}: {entry.label}"))
         elif not isinstance(value, nn.Module):
-            misplaced += [
-                MisplacedTensor(f"the task's attribute '{path}'", tensor.device, tensor.is_meta)
-                for path, tensor in _iterate_tensors(value, name)
-                if _is_misplaced(tensor, device)
-            ]
-    misplaced += [
-        MisplacedTensor(path, tensor.device, True)
-        for path, tensor in _iterate_tensors(batch, "batch")
-        if _is_misplaced(tensor, device)
-    ]
+            for path, tensor in _iterate_tensors(value, name):
+                if _is_misplaced(tensor, device):
+                    misplaced.append(MisplacedTensor(f"the task's attribute '{path}'", tensor.device, tensor.is_meta))
+    for path, tensor in _iterate_tensors(batch, "batch"):
+        if _is_misplaced(tensor, device):
+            misplaced.append(MisplacedTensor(path, tensor.device, True))
     return misplaced
 
 

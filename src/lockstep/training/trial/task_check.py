@@ -236,9 +236,11 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[H
             if any(measurement.is_random(index) for measurement in measurements):
                 # Two loads of random samples may agree by chance.
                 continue
-            bad = next(
-                (measurement for measurement in measurements if _does_not_add_up(trial, measurement, index)), None
-            )
+            bad = None
+            for measurement in measurements:
+                if _does_not_add_up(trial, measurement, index):
+                    bad = measurement
+                    break
             if bad is not None:
                 raise ConfigError(
                     f"the task's metric '{name}' does not add up: of its {label} {describe_measurement([bad], index)}; "
@@ -377,7 +379,11 @@ def _check_halves(whole: Any, halves: list[Any]) -> None:
         half_tensors, half_tree = pytree.tree_flatten(half)
         if half_tree != tree or [*map(_row_form, tensors)] != [*map(_row_form, half_tensors)]:
             pairs = zip(tensors, half_tensors, strict=False)
-            bad = next((pair for pair in pairs if _row_form(pair[0]) != _row_form(pair[1])), None)
+            bad = None
+            for pair in pairs:
+                if _row_form(pair[0]) != _row_form(pair[1]):
+                    bad = pair
+                    break
             if bad:
                 forms = f"{describe_value(bad[0])} and {describe_value(bad[1])}"
             else:
@@ -526,7 +532,8 @@ def check_task(
         # Every rank raises the error of one of them before the metrics' forwards.
         world.agree()
         names = _check_metrics(trial, evaluation, samples.evaluation)  # collective
-    state.reduction, state.evaluation_graph = task.reduction, needs_graph(task)
+    state.reduction = task.reduction
+    state.evaluation_graph = needs_graph(task)
     return names
 
 

@@ -63,7 +63,10 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
             yield
     finally:
         at_rest(model)
-        findings = {name: vars(task)[name] for name in _FINDINGS if name in vars(task)}
+        findings = {}
+        for name in _FINDINGS:
+            if name in vars(task):
+                findings[name] = vars(task)[name]
         state.restore()
         for module, mode in modes:
             module.training = mode
@@ -88,7 +91,8 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *
         roots["task.state_dict()"] = task.state_dict()
     else:
         # The names that checkpoints use.
-        roots |= {f"task.{name}": tensor for name, tensor in task.state_dict().items()}
+        for name, tensor in task.state_dict().items():
+            roots[f"task.{name}"] = tensor
     fixed: list[Tensor] = [parameter for fixed in task.fixed_models.values() for parameter in fixed.parameters()]
     return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
 
@@ -161,11 +165,11 @@ def marks_of(
     # Lists that grow with each call are merged over the ranks.
     grown = {id(entries) for entries, length in lists if len(entries) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
-    return {
-        name: _digest_of(value)
-        for name, value in second_call.changed().items()
-        if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name)
-    }
+    marks = {}
+    for name, value in second_call.changed().items():
+        if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name):
+            marks[name] = _digest_of(value)
+    return marks
 
 
 def _state_by_sample(model: nn.Module, task: Task) -> set[int]:
@@ -174,7 +178,11 @@ def _state_by_sample(model: nn.Module, task: Task) -> set[int]:
     Their rows are merged over the ranks.
     """
     tensors = dict(model.named_buffers()) | dict(task.state_dict())
-    return {id(tensors[name]) for name in task.sample_state if name in tensors}
+    ids = set()
+    for name in task.sample_state:
+        if name in tensors:
+            ids.add(id(tensors[name]))
+    return ids
 
 
 def _metric_classes() -> list[type[Any]]:
@@ -183,7 +191,11 @@ def _metric_classes() -> list[type[Any]]:
     The states of its metrics are merged over the ranks.
     """
     library = sys.modules.get("torchmetrics")
-    return [metric_class for name in ("Metric", "MetricCollection") if (metric_class := getattr(library, name, None))]
+    classes = []
+    for name in ("Metric", "MetricCollection"):
+        if metric_class := getattr(library, name, None):
+            classes.append(metric_class)
+    return classes
 
 
 def _lists_of(task: Task) -> list[tuple[list[Any], int]]:
@@ -195,7 +207,11 @@ def _lists_of(task: Task) -> list[tuple[list[Any], int]]:
         return []
     values = vars(vars(task)["module"]).values()
     inner = [entry for value in values if isinstance(value, dict) for entry in value.values()]
-    return [(entry, len(entry)) for entry in (*values, *inner) if type(entry) is list]
+    lists = []
+    for entry in (*values, *inner):
+        if type(entry) is list:
+            lists.append((entry, len(entry)))
+    return lists
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -219,7 +235,11 @@ def differing_marks(ranks: Sequence[Mapping[str, str]]) -> list[str]:
         ranks: `marks_of` of each rank.
     """
     names = sorted({name for digests in ranks for name in digests})
-    return [name for name in names if len({digests.get(name) for digests in ranks}) > 1]
+    differing = []
+    for name in names:
+        if len({digests.get(name) for digests in ranks}) > 1:
+            differing.append(name)
+    return differing
 
 
 def _digest_of(value: Any) -> str:
