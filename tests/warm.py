@@ -4,9 +4,10 @@
 
 `python()` is the path of a small client. It hands arguments, environment, folder and standard streams to a server,
 forked from the one that ranks are forked from. The server forks a process that becomes what a new interpreter would
-be: `-c`, `-m` or a script as `__main__`, in a session of its own. The client passes signals on and ends as that process
-does. Processes that the command starts with `sys.executable` are forked too. What the client does not know (other
-flags, inherited files) it leaves to the real interpreter.
+be: `-c`, `-m` or a script as `__main__`, in a session of its own and in the client's namespaces (network, host name and
+mounts). The client passes signals on and ends as that process does. Processes that the command starts with
+`sys.executable` are forked too. What the client does not know (other flags, inherited files) it leaves to the real
+interpreter.
 
 Not for tests of how a process starts or is killed: the command's process is no child of whoever started it.
 """
@@ -14,17 +15,20 @@ Not for tests of how a process starts or is killed: the command's process is no 
 import atexit
 import builtins
 import contextlib
+import ctypes
 import functools
 import importlib
 import io
 import json
 import multiprocessing
 import os
+import platform
 import random
 import runpy
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -113,7 +117,8 @@ def _keep(connection, client):
         asked += connection.recv(left - len(asked))
     pid = os.fork()
     if not pid:
-        _become(client, files, *json.loads(asked))
+        caller = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        _become(client, caller, files, *json.loads(asked))
     for file in files:
         os.close(file)
     ended, watched = os.pidfd_open(pid), [connection]
@@ -138,11 +143,12 @@ def _read(connection):
         return b""
 
 
-def _become(client, files, words, environment, folder):
-    """Be the interpreter that was asked for, to its end."""
+def _become(client, caller, files, words, environment, folder):
+    """Be the interpreter that the process `caller` asked for, to its end."""
     code = 70
     try:
         os.setsid()
+        _enter_namespaces(caller)
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.closerange(3, 4096)
@@ -164,6 +170,15 @@ def _become(client, files, words, environment, folder):
         os._exit(code)
 
 
+def _enter_namespaces(pid):
+    """Move into the namespaces of a process, such as those of a node of tests/namespaces.py."""
+    for name in ("net", "uts", "mnt"):  # the last one brings other folders
+        path = f"/proc/{pid}/ns/{name}"
+        if os.readlink(path) != os.readlink(f"/proc/self/ns/{name}"):
+            with open(path) as file:
+                assert not ctypes.CDLL(None).setns(file.fileno(), 0), path
+
+
 def _forget():
     """Lose what was inherited from the processes that this one was forked from."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -179,6 +194,7 @@ def _forget():
     for name in ("_fd", "_pid"):
         setattr(resource_tracker._resource_tracker, name, None)
     random.seed()
+    platform._uname_cache = None  # the host name of the tests
     for name in ("huggingface_hub.constants", "datasets.config"):  # what they are, variables said at their import
         if name in sys.modules:
             importlib.reload(sys.modules[name])

@@ -61,7 +61,7 @@ def whole(data, tmp_path_factory):
 def test_r1_killed_rank_is_named_and_the_run_is_bitwise(data, tmp_path, whole):
     """Rank 0 holds the run's lock, and its loader processes were forked with it; rank 1 is killed under torchrun."""
     fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
-    run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
+    run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1, python=warm.python())
     assert run.code == 0, run.said
     assert "rank 0 was the first to end, killed by SIGKILL, at step 7" in run.said
     assert "restart 1 of 1" in run.said
@@ -321,7 +321,7 @@ def test_r4_a_full_disk_leaves_the_checkpoints_before(data, small):
 
 def test_r4_one_failed_save_does_not_end_the_run(data, tmp_path, whole):
     fault = {"rank": 0, "step": 4, "at": WRITE, "do": "raise", "error": "OSError", "errno": 28}
-    run = launch(data, tmp_path, faults=[fault])
+    run = launch(data, tmp_path, faults=[fault], python=warm.python())
     assert run.code == 0, run.said
     assert "No space left on device" in run.said
     assert run.mark() == whole

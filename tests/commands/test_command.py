@@ -112,7 +112,7 @@ def refused(arguments):
 def whole(text, tmp_path_factory):
     """The fingerprint of a run that nothing interrupted, alone."""
     out = tmp_path_factory.mktemp("whole")
-    go(command(text, out, "--model.dropout", "0.1"))
+    go(command(text, out, "--model.dropout", "0.1", python=warm.python()))
     return inspected(out / "default")
 
 

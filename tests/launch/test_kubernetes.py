@@ -267,7 +267,7 @@ def test_an_image_without_lockstep_says_so_in_one_line(tmp_path, capsys):
 def test_pods_meet_by_name_and_resume_after_an_eviction(tmp_path, capsys):
     """The names of a headless service, which come late; pod 1 is evicted, and both are started again."""
     manifests = made(capsys, tmp_path, "jobset", "--env", f"GLOO_SOCKET_IFNAME={CABLE}", steps=400)
-    commands = list(pods(manifests, tmp_path, sys.executable))  # a warm one would run outside of the namespaces
+    commands = list(pods(manifests, tmp_path, sys.executable))
     with cluster(2) as nodes:
         known = (nodes[0].folder / "hosts").read_text()
 

@@ -150,7 +150,7 @@ def server(tmp_path_factory):
 
 def go(server, kind, folder, *, machine=None):
     """Run the program; on a machine whose `machine[1]` is the folder `machine[0]`."""
-    words = [sys.executable if machine else warm.python(), str(PROGRAM), kind, str(folder)]
+    words = [warm.python(), str(PROGRAM), kind, str(folder)]
     words = in_mount_namespace(words, *machine) if machine else words
     env = environment(MLFLOW_TRACKING_URI=server, PYTHONPATH=os.pathsep.join(sys.path))
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from refusals import names
 from slurm_cluster import cluster, missing
 
@@ -40,11 +41,11 @@ def no_jobs_left(slurm):
 class Submitted:
     """A run that was submitted: its jobs, folder and output."""
 
-    def __init__(self, slurm, folder, *flags, steps=20, seconds=0.0, name="run", more=(), **variables):
-        train = [*TRAIN, "--save-dir", folder, "--experiment-name", name, "--max-steps", steps, *more]
-        launch = [*LOCKSTEP, "launch", "--slurm", "--set", "cpus-per-task=1", *flags, "--", "train", *train]
-        self.slurm, self.folder = slurm, folder / name
-        said = slurm.run(*launch, STEP_SECONDS=str(seconds), **variables)
+    def __init__(self, slurm, folder, *flags, steps=20, seconds=0.0, python=sys.executable, more=(), **variables):
+        train = [*TRAIN, "--save-dir", folder, "--experiment-name", "run", "--max-steps", steps, *more]
+        launch = [python, *LOCKSTEP[1:], "launch", "--slurm", "--set", "cpus-per-task=1", *flags, "--", "train"]
+        self.slurm, self.folder = slurm, folder / "run"
+        said = slurm.run(*launch, *train, STEP_SECONDS=str(seconds), **variables)
         assert said.returncode == 0, said.out
         self.jobs = re.search(r"scancel ([\d ]+)", said.out)[1].split()
         self.job = self.jobs[0]
@@ -93,7 +94,7 @@ class Submitted:
 
 def test_signal_ahead_of_the_limit_saves_and_requeues_to_the_end(slurm, tmp_path):
     """Two nodes, started twice: the whole way of a long run."""
-    run = Submitted(slurm, tmp_path, "--nodes", 2, steps=60, seconds=0.1)
+    run = Submitted(slurm, tmp_path, "--nodes", 2, steps=60, seconds=0.1, python=warm.python())
     run.until_step(8)
     slurm.run("scancel", "--signal=USR1", run.job)  # what --signal=USR1@N makes Slurm do
     slurm.wait(run.job, "COMPLETED")

@@ -98,7 +98,8 @@ def test_the_commands_bits_output_and_exit_code_are_kept(folder):
     first = read(folder / "one").parts[0].ranks[0].steps[0]
     assert first["loads"][0]["i"] == [0, 1, 2, 3]
     assert first["loss"][0]["v"]
-    cut = ran("-m", "lockstep", "trace", "-o", "cut", "--", sys.executable, "train.py", "--die", cwd=folder)
+    python = warm.python()
+    cut = ran("-m", "lockstep", "trace", "-o", "cut", "--", python, "train.py", "--die", cwd=folder, python=python)
     assert cut.returncode == 128 + signal.SIGKILL
     done = ran("-m", "lockstep", "compare", "one", "cut", "--json", cwd=folder)  # as people start it
     assert done.returncode == 3, done

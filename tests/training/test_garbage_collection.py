@@ -8,6 +8,7 @@ from small_runs import config
 from toys import Ragged
 
 import lockstep
+from lockstep.training import trainer
 
 MANY = 100_000
 
@@ -35,8 +36,9 @@ def visited():
 
 
 @pytest.fixture(autouse=True)
-def unchanged():
-    """Collections as this process had them."""
+def unchanged(imported_is_frozen, monkeypatch):
+    """Collections as this process had them, and the package's own limit of objects."""
+    monkeypatch.setattr(trainer, "_MIN_OBJECTS", 50_000)
     gc.collect()
     gc.freeze()
     yield

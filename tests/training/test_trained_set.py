@@ -315,9 +315,15 @@ def each(world, folder, cases):
     return [go(world, folder, f"{place}", *case, ckpt_freq=3) for place, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_so_it_is_on_any_number_of_ranks(tmp_path, ranks):
-    cases = [(t, e, s, 0.9) for t in (Mine, OwnAll) for e in ("ddp", "zero", "fsdp") for s in ([0], [3, 7, 0])]
+RESUMED = [3, 7, 0]  # one stop next to the first change; the other changes are between stops
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stops"),
+    [(3, RESUMED), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, RESUMED), (2, [0]), (3, [0])])],
+)
+def test_so_it_is_on_any_number_of_ranks(tmp_path, ranks, stops):
+    cases = [(task, engine, stops, 0.9) for task in (Mine, OwnAll) for engine in ("ddp", "zero", "fsdp")]
     wanted = {task: go(World(), tmp_path, task.__name__, task, "single", [0], 0.9) for task in (Mine, OwnAll)}
     for found in run(each, ranks, tmp_path, cases, timeout=120.0):
         assert found == [wanted[case[0]] for case in cases]

@@ -396,12 +396,12 @@ def read_toml(path: Path) -> dict[str, Any]:
                 values[f"{key}.{name}"] = item
         else:
             values[key] = value
-    return {_check_key(name, path): value for name, value in values.items()}
-
-
-def _check_key(name: str, path: Path) -> str:
-    key = name.replace("-", "_")
     known = option_list()
+    return {_check_key(name, known, path): value for name, value in values.items()}
+
+
+def _check_key(name: str, known: list[str], path: Path) -> str:
+    key = name.replace("-", "_")
     if key not in known:
         advice = hint(key, known) or "; `lockstep train --help-all` lists them"
         raise ConfigError(f"--config {path}: unknown key '{name}'{advice}")

@@ -1,9 +1,9 @@
 """Two nodes, each a network namespace of its own; needs root."""
 
 import subprocess
-import sys
 
 import pytest
+import warm
 from namespaces import CABLE, cluster
 from shell import environment
 
@@ -23,7 +23,7 @@ def on_node(nodes, rank, folder, *, master=None, wait=15, **more):
         "MASTER_PORT": "29666",
     }
     return nodes[rank].start(
-        [sys.executable, "-m", "lockstep", "doctor", "--wait", wait, "--save-dir", folder],
+        [warm.python(), "-m", "lockstep", "doctor", "--wait", wait, "--save-dir", folder],
         env=environment(**variables, MASTER_ADDR=master or nodes[0].address, **more),
         stderr=subprocess.PIPE,
     )
