@@ -6,6 +6,7 @@
 Configuration and plan are compared elsewhere.
 """
 
+import functools
 import hashlib
 import inspect
 import platform
@@ -90,8 +91,13 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     world.defer([any(tensor.is_meta for tensor in weights.values()), replicas.digests], compare)  # collective
 
 
+# The first run of a process reads the files, so that they are those that it imported.
+@functools.cache
 def _code() -> str:
-    root = Path(lockstep.__file__).parent
+    return _digest(Path(lockstep.__file__).parent)
+
+
+def _digest(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.read_bytes())
