@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,7 @@ def test_a_terminal_has_each_line_once(tmp_path):
     flags = ["--task", "waits.py:Waits", "--batch-size", "8", "--steps", "1", "--warmup", "0"]
     reader, terminal = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "profile", *flags],
+        [warm.python(), "-m", "lockstep", "profile", *flags],
         cwd=tmp_path,
         env=environment(TERM="dumb", COLUMNS="500"),
         stdout=terminal,

@@ -2,9 +2,9 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+import warm
 from refusals import refuses
 from shell import environment
 from small_runs import config
@@ -102,7 +102,7 @@ def test_refusals_are_one_line_and_remove_nothing(folder, tmp_path, capsys):
     owner = RunFolder(str(tmp_path), "r")
     owner.claim()
     try:
-        command = [sys.executable, "-m", "lockstep", "checkpoint", "prune", str(folder), "--keep", "1"]
+        command = [warm.python(), "-m", "lockstep", "checkpoint", "prune", str(folder), "--keep", "1"]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1

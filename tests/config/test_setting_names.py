@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from ranks import run
 from refusals import names, refuses
 from torch import nn
@@ -184,7 +185,7 @@ except lockstep.errors.LockstepError as error:
 def test_a_script_with_flags_gets_flags_in_its_errors(made, setting, tmp_path):
     path = os.pathsep.join([*sys.path, str(HERE.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(made)],
+        [warm.python(), "-c", SCRIPT.format(made)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

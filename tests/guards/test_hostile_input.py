@@ -7,11 +7,11 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 import zipfile
 
 import pytest
+import warm
 from ranks import run
 from shell import free_port
 
@@ -121,7 +121,7 @@ def test_the_meeting_point_of_a_node_is_on_loopback_alone(tmp_path):
     port = free_port()
     environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run([warm.python(), "-c", code], env=environ, capture_output=True, text=True, check=True)
     mine = [line.split()[1] for line in done.stdout.splitlines() if f":{port:04X} " in line and " 0A " in line]
     assert mine == [f"0100007F:{port:04X}"]
 

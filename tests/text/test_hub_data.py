@@ -15,6 +15,7 @@ import hub_files
 import pyarrow as pa
 import pytest
 import torch
+import warm
 from refusals import names, refuses
 
 from lockstep.config.schema import Config
@@ -312,7 +313,7 @@ def test_many_processes_prepare_once(tmp_path):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     code = SLOW.replace("time.sleep(60)", "time.sleep(0.5)").replace("lambda line: None", "print")
     started = [
-        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([warm.python(), "-c", code, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     outs = [process.communicate(timeout=60)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from refusals import names, refuses
 from torch.utils.data import DataLoader
 
@@ -322,7 +323,7 @@ print("opened", corpus.fingerprint, len(corpus.train), flush=True)
 
 
 def start(folder, tmp_path, killed_at="never"):
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(tmp_path / "cache"), killed_at]
+    command = [warm.python(), "-c", SCRIPT, str(folder), str(tmp_path / "cache"), killed_at]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import secrets
-from lockstep.config.secrets import is_secret_name, mask, mask_args, printable
+from lockstep.config.secrets import environment_snapshot, is_secret_name, mask, mask_args, printable
 from lockstep.training.state import run_dir
 
 PLANTED = "Zq7-planted_Value/9"
@@ -198,6 +198,14 @@ def test_a_secret_is_found_in_its_url_and_printed_forms():
 
 def test_short_values_are_left_alone():
     assert mask("true story", {"A_KEY": "true"}) == "true story"
+
+
+def test_a_snapshot_of_the_environment_is_of_its_start_and_ends(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", PLANTED)
+    with environment_snapshot():
+        monkeypatch.setenv("MY_API_KEY", "another-value")
+        assert mask(f"{PLANTED} and another-value") == "*** and another-value"
+    assert mask(f"{PLANTED} and another-value") == f"{PLANTED} and ***"
 
 
 def test_arguments():

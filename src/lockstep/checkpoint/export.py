@@ -27,7 +27,7 @@ from lockstep.checkpoint.format import CODES, itemsize, read_run_state, step_of
 from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, evaluated_of, open_tensors
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
-from lockstep.config.schema import Config
+from lockstep.config.schema import DEFAULTS
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.files import bytes_text, default_cache, printable, refusal_error, storage_error
@@ -84,12 +84,12 @@ def _write_hub(
         ConfigError: the hub's model is not available any more, or transformers is not installed.
     """
     # A missing option has its default value.
-    name = str(options.get("model_name", Config().model_name if options else ""))
+    name = str(options.get("model_name", DEFAULTS.model_name if options else ""))
     if {"tokens.weight", "positions.weight"} <= shapes.keys() and (state.gpt or name in PRESETS):
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
     if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
-        task = str(options.get("task", Config().task))
+        task = str(options.get("task", DEFAULTS.task))
         if kind_of(task) != OWN:
             model = f"model '{name}'"
         else:
@@ -197,7 +197,7 @@ def _write_adapters(options: Mapping[str, Any], state: RunState, names: Iterable
             f"--format peft cannot store '{stray}', which the run has besides its adapters; use --format torch --merge"
         )
     task = str(options.get("task", ""))
-    name = str(options.get("model_name", Config().model_name))
+    name = str(options.get("model_name", DEFAULTS.model_name))
     if task in _TYPES and not name.startswith("builtin:"):
         base = name
     else:

@@ -22,7 +22,7 @@ from lockstep.config.deepspeed import merge_settings, read_json
 from lockstep.config.engine_options import LAUNCHER_FLAGS, translate_launcher_flags
 from lockstep.config.fields import SPAN, FieldError, is_hub_name, is_span
 from lockstep.config.hints import FOREIGN, hint
-from lockstep.config.schema import Config, flag, is_auto, register_parser, sections
+from lockstep.config.schema import DEFAULTS, Config, flag, is_auto, options, register_parser, sections
 from lockstep.config.sections import effective
 from lockstep.config.task_options import LANGUAGE, LIGHTNING, OWN, TASKS, TaskSpec, is_option_of, kind_of
 from lockstep.errors import SETTINGS, ConfigError
@@ -288,12 +288,7 @@ def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None =
 
 def _options_only_of(kind: str) -> list[str]:
     """List the options of one built-in task alone."""
-    return [
-        prefix + spec.name
-        for owner, prefix in sections(Config())
-        for spec in dataclasses.fields(owner)
-        if spec.metadata.get("tasks") == (kind,)
-    ]
+    return [name for _, name, spec in options(DEFAULTS) if spec.metadata.get("tasks") == (kind,)]
 
 
 def _task_in(argv: list[str]) -> str:
@@ -386,10 +381,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {path} is not a TOML file: {str(error).splitlines()[0]}") from error
     values: dict[str, Any] = {}
-    section_names = set()
-    for _, prefix in sections(Config()):
-        if prefix:
-            section_names.add(prefix.rstrip("."))
+    section_names = {prefix.rstrip(".") for _, prefix in sections(DEFAULTS) if prefix}
     for key, value in loaded.items():
         if key.replace("-", "_") in section_names and isinstance(value, dict):
             for name, item in value.items():
@@ -410,12 +402,7 @@ def _check_key(name: str, known: list[str], path: Path) -> str:
 
 def option_list() -> list[str]:
     """List every option by dotted name, in order. A test fixes this list."""
-    return [
-        prefix + spec.name
-        for owner, prefix in sections(Config())
-        for spec in dataclasses.fields(owner)
-        if not dataclasses.is_dataclass(spec.type)
-    ]
+    return [name for _, name, _ in options(DEFAULTS)]
 
 
 def flatten(config: Config, *, own_task: bool = False) -> dict[str, Any]:
@@ -428,11 +415,9 @@ def flatten(config: Config, *, own_task: bool = False) -> dict[str, Any]:
     """
     task_kind = OWN if own_task else kind_of(config.task)
     return {
-        prefix + spec.name: "auto" if is_auto(config, prefix + spec.name) else getattr(owner, spec.name)
-        for owner, prefix in sections(config)
-        for spec in dataclasses.fields(owner)
-        if not dataclasses.is_dataclass(spec.type)
-        and not (not is_option_of(spec, task_kind) and getattr(owner, spec.name) == spec.default)
+        name: "auto" if is_auto(config, name) else getattr(owner, spec.name)
+        for owner, name, spec in options(config)
+        if is_option_of(spec, task_kind) or getattr(owner, spec.name) != spec.default
     }
 
 
@@ -515,18 +500,15 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
     add("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     titles = {name: title for title, names in _GROUPS.items() for name in names}
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in ("the run", *_GROUPS)}
-    for owner, prefix in sections(Config()):
-        for spec in dataclasses.fields(owner):
-            if dataclasses.is_dataclass(spec.type):
-                continue
-            if not is_option_of(spec, kind):
-                # In no group, because the help prints the title of an empty one.
-                _add_flag(parser, prefix + spec.name, spec, None)
-                continue
-            title = prefix.rstrip(".") or titles.get(spec.name, "the run")
-            if title not in groups:
-                groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
-            _add_flag(groups[title], prefix + spec.name, spec, TASKS.get(kind, TaskSpec("")))
+    for owner, name, spec in options(DEFAULTS):
+        if not is_option_of(spec, kind):
+            # In no group, because the help prints the title of an empty one.
+            _add_flag(parser, name, spec, None)
+            continue
+        title = name.rpartition(".")[0] or titles.get(spec.name, "the run")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
+        _add_flag(groups[title], name, spec, TASKS.get(kind, TaskSpec("")))
 
 
 def _add_flag(group: Any, name: str, spec: "dataclasses.Field[Any]", task: TaskSpec | None) -> None:

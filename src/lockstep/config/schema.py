@@ -13,8 +13,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Self, cast
 
 from lockstep.config.engine_options import BOUNDS as ENGINE_BOUNDS
@@ -55,6 +56,7 @@ from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = [
     "BOUNDS",
+    "DEFAULTS",
     "SINK_FLAGS",
     "SPANS",
     "Config",
@@ -65,6 +67,7 @@ __all__ = [
     "is_auto",
     "lookup",
     "nearest_divisor",
+    "options",
     "register_parser",
     "sections",
 ]
@@ -155,7 +158,7 @@ def register_parser(parse: Callable[..., Any]) -> None:
 
 
 @suggest_fields(
-    lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)],
+    lambda: [*(spec.name for spec in dataclasses.fields(Config)), *(name for section, name, _ in _OPTIONS if section)],
     with_task_defaults,
 )
 @dataclass(frozen=True, slots=True)
@@ -360,15 +363,12 @@ class Config:
                 continue
             if isinstance(value, str) or not (math.isfinite(value) and least <= value <= most):
                 raise FieldError(FieldName(name), f" is {value}: it must be {allowed}")
-        for owner, prefix in sections(self):
-            for spec in dataclasses.fields(owner):
-                choices = spec.metadata.get("choices")
-                value = getattr(owner, spec.name)
-                if choices and value not in choices:
-                    raise FieldError(
-                        FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
-                    )
-        check_task_options(self.task, sections(self))
+        for owner, name, spec in options(self):
+            choices = spec.metadata["choices"]
+            value = getattr(owner, spec.name)
+            if choices and value not in choices:
+                raise FieldError(FieldName(name), f" is '{value}': choose one of {', '.join(choices)}")
+        check_task_options(self.task, options(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
         check_load_in(self.model, self.lora, self.precision, self.engine, self.engine_options)
         check_unsaved(self.checkpoint, self.guards)
@@ -471,11 +471,27 @@ def sections(config: Config) -> list[tuple[Any, str]]:
     return [(config, ""), *((getattr(config, name), f"{name}.") for name in _SECTIONS)]
 
 
+# (name of the section or "", dotted name of the option, its field), listed once: a run reads them 20 times.
+_OPTIONS: tuple[tuple[str, str, "dataclasses.Field[Any]"], ...] = (
+    *(("", spec.name, spec) for spec in dataclasses.fields(Config) if spec.name not in _SECTIONS),
+    *(
+        (section, f"{section}.{spec.name}", spec)
+        for section, section_class in _SECTIONS.items()
+        for spec in dataclasses.fields(section_class)
+    ),
+)
+
+
+def options(config: Config) -> Iterator[tuple[Any, str, "dataclasses.Field[Any]"]]:
+    """Yield each option: the config or section that has it, its dotted name, its field."""
+    owners = {"": config, **{section: getattr(config, section) for section in _SECTIONS}}
+    for section, name, spec in _OPTIONS:
+        yield owners[section], name, spec
+
+
 def lookup(config: Any, name: str) -> Any:
     """Return the value of a dotted field name."""
-    for attribute in name.split("."):
-        config = getattr(config, attribute)
-    return config
+    return attrgetter(name)(config)
 
 
 def flag(name: str) -> str:
@@ -486,13 +502,10 @@ def flag(name: str) -> str:
 def _names_by_flag() -> dict[str, str]:
     """Map the flag of each field to its dotted name, and `--no-exact` to `exact False`."""
     names = {}
-    for owner, prefix in sections(Config()):
-        for spec in dataclasses.fields(owner):
-            name = prefix + spec.name
-            if not dataclasses.is_dataclass(spec.type):
-                names[flag(name)] = name
-            if spec.type is bool:
-                names[flag(name).replace("--", "--no-")] = f"{name} False"
+    for _, name, spec in options(DEFAULTS):
+        names[flag(name)] = name
+        if spec.type is bool:
+            names[flag(name).replace("--", "--no-")] = f"{name} False"
     return names
 
 
@@ -573,21 +586,22 @@ def nearest_divisor(batch_size: int, size: int) -> int:
 
 
 def _check_types(config: Config) -> None:
-    for owner, prefix in sections(config):
-        for spec in dataclasses.fields(owner):
-            value = getattr(owner, spec.name)
-            field_type = cast(type, spec.type)
-            if spec.metadata.get("span") and is_span(value):
-                continue
-            if spec.metadata.get("auto") and (value == "auto" or value is spec.default):
-                object.__setattr__(owner, spec.name, spec.default)
-            elif field_type is float and isinstance(value, int) and not isinstance(value, bool):
-                object.__setattr__(owner, spec.name, float(value))
-            elif not isinstance(value, field_type) or (isinstance(value, bool) and field_type is not bool):
-                expected = _KINDS.get(field_type, f"a {field_type.__name__}")
-                expected += ", or a share such as 10%" if spec.metadata.get("share") else ""
-                expected += f", or {SPAN}" if prefix + spec.name in SPANS else ""
-                raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")
+    for owner, name, spec in options(config):
+        value = getattr(owner, spec.name)
+        field_type = cast(type, spec.type)
+        if type(value) is field_type and "auto" not in spec.metadata:
+            continue
+        if spec.metadata.get("span") and is_span(value):
+            continue
+        if spec.metadata.get("auto") and (value == "auto" or value is spec.default):
+            object.__setattr__(owner, spec.name, spec.default)
+        elif field_type is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(owner, spec.name, float(value))
+        elif not isinstance(value, field_type) or (isinstance(value, bool) and field_type is not bool):
+            expected = _KINDS.get(field_type, f"a {field_type.__name__}")
+            expected += ", or a share such as 10%" if spec.metadata.get("share") else ""
+            expected += f", or {SPAN}" if name in SPANS else ""
+            raise FieldError(FieldName(name), f" is {value!r}: it must be {expected}")
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
@@ -620,5 +634,7 @@ def _check_metrics(config: Config) -> None:
             ": without it the only evaluation is at the end",
         )
 
+
+DEFAULTS = Config()
 
 SETTINGS.fields |= _names_by_flag()

@@ -182,12 +182,12 @@ def with_task_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def check_task_options(task: str, sections: Iterable[tuple[Any, str]]) -> None:
+def check_task_options(task: str, options: Iterable[tuple[Any, str, "dataclasses.Field[Any]"]]) -> None:
     """Check that the task exists, and has the options that are set.
 
     Args:
         task: the value of --task.
-        sections: of the configuration, with their prefixes.
+        options: the configuration's, each with the object that has it, and its dotted name.
 
     Raises:
         FieldError: an unknown task, or an option of another task.
@@ -204,14 +204,12 @@ def check_task_options(task: str, sections: Iterable[tuple[Any, str]]) -> None:
     task_kind = kind_of(task)
     if task_kind == OWN:
         return
-    for owner, prefix in sections:
-        for spec in dataclasses.fields(owner):
-            name = prefix + spec.name
-            if not is_option_of(spec, task_kind) and getattr(owner, spec.name) != spec.default:
-                tasks = " or ".join(spec.metadata["tasks"])
-                raise FieldError(
-                    FieldName(name),
-                    " is not an option of ",
-                    FieldName("task"),
-                    f" {task_kind}, but of {tasks}; remove it",
-                )
+    for owner, name, spec in options:
+        if not is_option_of(spec, task_kind) and getattr(owner, spec.name) != spec.default:
+            tasks = " or ".join(spec.metadata["tasks"])
+            raise FieldError(
+                FieldName(name),
+                " is not an option of ",
+                FieldName("task"),
+                f" {task_kind}, but of {tasks}; remove it",
+            )

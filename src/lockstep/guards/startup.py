@@ -51,7 +51,7 @@ def program(task: Task) -> dict[str, str]:
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "lockstep": lockstep.__version__,
-        "lockstep's code": _code(),
+        "lockstep's code": _CODE,
         "task's code": _task_code(task),
     }
 
@@ -90,12 +90,15 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     world.defer([any(tensor.is_meta for tensor in weights.values()), replicas.digests], compare)  # collective
 
 
-def _code() -> str:
-    root = Path(lockstep.__file__).parent
+def _digest(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+# Read once, at the import: ranks that are forked from one process have it from there.
+_CODE = _digest(Path(lockstep.__file__).parent)
 
 
 def _task_code(task: Task) -> str:

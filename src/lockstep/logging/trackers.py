@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.config.schema import Config
-from lockstep.config.secrets import is_secret_name, mask
+from lockstep.config.secrets import environment_snapshot, is_secret_name, mask
 from lockstep.errors import ConfigError
 from lockstep.logging import Sink
 from lockstep.logging.csv_file import CsvFile
@@ -185,6 +185,7 @@ def remote_sinks(config: Config, folder: Path, start: int, run_id: str, *, evalu
     return sinks
 
 
+@environment_snapshot()
 def masked(values: dict[str, Any]) -> dict[str, Any]:
     """Mask secrets in names and plain values, nested or not."""
     return {mask(name): _masked(name, value) for name, value in values.items()}

@@ -22,8 +22,8 @@ from lockstep import checkpoint
 from lockstep.checkpoint.check import resume_problems
 from lockstep.checkpoint.format import read_manifest
 from lockstep.config import cli
-from lockstep.config.schema import Config, is_auto
-from lockstep.config.secrets import is_secret_name, mask, printable
+from lockstep.config.schema import DEFAULTS, is_auto
+from lockstep.config.secrets import environment_snapshot, is_secret_name, mask, printable
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError, StorageError
 from lockstep.report.curves import Curve
@@ -390,6 +390,7 @@ class RunFacts:
         return waits(by_part, workers=workers, ranks=self.account.starts[-1].world, wall=self.account.wall)
 
 
+@environment_snapshot()
 def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     """Gather the facts of a run's folder.
 
@@ -454,15 +455,14 @@ def _number_of(text: str | None) -> int | None:
 def _read_config(facts: RunFacts) -> None:
     settings = _small_toml(facts.folder / "config.toml", facts.notes)
     own_task = kind_of(str(settings.get("task", ""))) == OWN
-    plain = Config()
-    defaults: Mapping[str, Any] = cli.flatten(plain, own_task=own_task)
+    defaults: Mapping[str, Any] = cli.flatten(DEFAULTS, own_task=own_task)
     for name, value in settings.items():
         name = shown(name, 80)
         text = "***" if is_secret_name(name) and value else shown(value)
         facts.config[name] = text
         if name in ("experiment_name", "save_dir"):
             continue
-        if name in defaults and is_auto(plain, name):
+        if name in defaults and is_auto(DEFAULTS, name):
             facts.chosen[name] = text
         elif name not in defaults or defaults[name] != value:
             facts.changed[name] = (text, shown(defaults[name]) if name in defaults else "")

@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 import lockstep
+from lockstep.config.secrets import environment_snapshot
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text, write_whole
 from lockstep.report.charts import COLOURS, Figure, bar, figures
@@ -202,6 +203,7 @@ def write(folders: Sequence[Path], path: Path) -> None:
     write_whole(path, page(runs), lasting=False)
 
 
+@environment_snapshot()
 def page(runs: Sequence[RunFacts]) -> str:
     """Render the report of one or several runs.
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from lockstep.config import cli
-from lockstep.config.schema import Config
+from lockstep.config.schema import DEFAULTS, Config
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.distributed import spawn
 from lockstep.distributed.agreement import on_all_ranks
@@ -791,7 +791,7 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
     Raises:
         ConfigError: a flag that would be ignored.
     """
-    flags = cli.flatten(Config())
+    flags = cli.flatten(DEFAULTS)
     conflicts = []
     for key in ("engines", "world_sizes", "steps", "resume_at"):
         if key in own.named:

@@ -6,13 +6,12 @@ script = asked(values, options.collect_options(values))    # None without --hf-s
 """
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lockstep.config.schema import Config, flag, sections
+from lockstep.config import schema
 from lockstep.config.task_options import OWN, is_option_of
 from lockstep.errors import ConfigError
 
@@ -122,8 +121,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: such an option is set.
     """
-    for owner, prefix in sections(Config()):
-        for spec in dataclasses.fields(owner):
-            name = prefix + spec.name
-            if name in options and (spec.name in _ALSO or not is_option_of(spec, OWN)):
-                raise ConfigError(f"{flag(name)} does not work with --hf-script, which has its own model and data")
+    for _, name, spec in schema.options(schema.DEFAULTS):
+        if name in options and (spec.name in _ALSO or not is_option_of(spec, OWN)):
+            raise ConfigError(f"{schema.flag(name)} does not work with --hf-script, which has its own model and data")

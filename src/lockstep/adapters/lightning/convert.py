@@ -29,7 +29,7 @@ from lockstep.adapters.lightning.state import Leavings
 from lockstep.adapters.lightning.task import LightningTask
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.config import cli
-from lockstep.config.schema import Config
+from lockstep.config.schema import DEFAULTS, Config
 from lockstep.data.loader import generators_kept, seed_everything
 from lockstep.errors import ConfigError
 from lockstep.task_file import import_class
@@ -125,7 +125,7 @@ def from_lightning(
     Raises:
         ConfigError: it uses a feature that lockstep does not serve; one line that names it and the way out.
     """
-    return _convert(module, datamodule, trainer, devices, int(os.environ.get("PL_GLOBAL_SEED") or Config().seed))
+    return _convert(module, datamodule, trainer, devices, int(os.environ.get("PL_GLOBAL_SEED") or DEFAULTS.seed))
 
 
 def _convert(module: Any, datamodule: Any, trainer: Any, devices: int, seed: int) -> "tuple[Config, LightningTask]":
@@ -231,7 +231,7 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
     """
     config = cli.build(values)
     task_config, task = _build(config.task, config.seed)
-    plain = cli.flatten(Config(), own_task=True)
+    plain = cli.flatten(DEFAULTS, own_task=True)
     derived = {}
     for name, value in cli.flatten(task_config, own_task=True).items():
         if value != plain[name]:

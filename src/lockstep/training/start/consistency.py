@@ -234,6 +234,7 @@ def exchange_first_facts(
     if errors:
         raise errors[0]
     names, fast, places, tokens, sizes, ids = zip(*ranks, strict=True)
-    config = dataclasses.replace(config, experiment_name=names[0])
+    if config.experiment_name != names[0]:
+        config = dataclasses.replace(config, experiment_name=names[0])
     smallest = min((size for size in sizes if size), default=0)
     return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]), smallest, ids[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.config.cli import describe_preset
 from lockstep.config.fields import is_hub_name
-from lockstep.config.schema import Config, flag
+from lockstep.config.schema import DEFAULTS, Config, flag
 from lockstep.config.sections import Data
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.errors import ConfigError
@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 
-_DEFAULTS = Config()
 # Modules whose `make(config, say)` makes a task. Imported on demand, since each needs packages of its own.
 _MAKERS = {
     "images": "lockstep.tasks.images",
@@ -107,7 +106,7 @@ def _load_own(config: Config) -> Task:
     names = ("model_name", "dataset_name")
     flags = []
     for name in names:
-        if getattr(config, name) != getattr(_DEFAULTS, name):
+        if getattr(config, name) != getattr(DEFAULTS, name):
             flags.append(flag(name))
     if flags:
         raise ConfigError(f"--task {config.task} has its own model and data: leave out {' and '.join(flags)}")

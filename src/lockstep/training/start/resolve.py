@@ -192,8 +192,8 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     if "batch_size" in stored and is_auto(config, "batch_size") and not config.batch_tokens:
         config = dataclasses.replace(config, batch_size=stored["batch_size"])
     # A resumed run keeps the BatchNorm that it was started with.
-    if config.batchnorm == "auto":
-        config = dataclasses.replace(config, batchnorm=stored.get("batchnorm", "auto"))
+    if config.batchnorm == "auto" and "batchnorm" in stored:
+        config = dataclasses.replace(config, batchnorm=stored["batchnorm"])
     # With batches of tokens the positions of a plan are micro-batches (data/groups.py).
     if config.batch_tokens:
         size = config.micro_batch_tokens or default_micro_batch_size(config.batch_tokens)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.config import cli
 from lockstep.config.fields import is_span
-from lockstep.config.schema import Config, flag, is_auto, lookup
+from lockstep.config.schema import DEFAULTS, Config, flag, is_auto, lookup
 from lockstep.config.task_options import IMAGE_OPTIONS
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.guards.contents import first_difference
@@ -144,9 +144,8 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
 
     Values that an older plan lacks are compared as their defaults.
     """
-    plain = Config()
-    flat = cli.flatten(Config(), own_task=True)
-    defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
+    flat = cli.flatten(DEFAULTS, own_task=True)
+    defaults = {name: lookup(DEFAULTS, name) for name in _FIXED_OPTIONS if name not in flat}
     newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
     added = {}
     for name, value in flat.items():

@@ -82,7 +82,7 @@ def describe_process(
     Returns:
         JSON values with secrets masked. Memory is in bytes; a part that does not exist (CUDA, git) is None.
     """
-    variables = os.environ if environ is None else environ
+    variables = dict(os.environ if environ is None else environ)
     values, names = split_environment(variables)
     return {
         "versions": _versions(),
