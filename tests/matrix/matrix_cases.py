@@ -1,7 +1,8 @@
 """The factors of the matrix, which combinations are runs, and sets of them that have every pair or triple.
 
-    for case in covering(everything(), 2): ...      # each pair of two factors' values that a run can have is in one
+    for case in read("pairs"): ...      # each pair of two factors' values that a run can have is in one
     case = parse("fsdp-exact-4-batchnorm-2-nan-skip-fp16-late-after-own-sum")
+    python tests/matrix/matrix_cases.py         # writes pairs.txt and triples.txt, after a change of the factors
 
 A combination is a run (`valid`), or is refused (`refusal` says with what words), or makes no sense.
 """
@@ -11,6 +12,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from matrix_subject import BITS
@@ -24,14 +26,16 @@ __all__ = [
     "everything",
     "fewest",
     "parse",
+    "read",
     "reference",
     "refusal",
     "sample",
     "tuples",
     "valid",
+    "write",
 ]
 
-
+_FOLDER = Path(__file__).parent
 SEED = int(os.environ.get("MATRIX_SEED") or random.SystemRandom().randrange(10**6))  # of the sample of all runs
 
 
@@ -181,40 +185,75 @@ def tuples(case: Case, size: int) -> set[tuple[tuple[str, object], ...]]:
     return set(itertools.combinations(zip(Case._fields, case, strict=True), size))
 
 
-def work(case: Case) -> int:
-    """About how long a run takes, by its ranks, starts, loader processes and compilation."""
-    return (
-        case.world
-        * (1 + (case.resume != "none") + (case.fault == "killed"))
-        * (1 + (case.workers > 0) + (case.task == "plateau"))
-    )
+def work(case: Case) -> float:
+    """About how many CPU seconds a run and its verdict take.
+
+    Without the exact run that it may be compared with: few others see as much.
+    """
+    starts = 1 + (case.resume != "none") + (case.fault == "killed")
+    loaders = 1.2 * (case.workers > 0) * (2 if case.task == "plateau" else 1)
+    rank = 0.35 + {"plateau": 0.4, "adapters": 0.2, "stream": 0.2}.get(case.task, 0.0) + 0.1 * (case.engine == "fsdp")
+    kill = 0.5 * case.world * (case.fault == "killed")  # new processes
+    return 0.2 + starts * case.world * (rank + loaders) + kill
+
+
+class _Row(NamedTuple):
+    """A run that a covering set may have, its tuples as the bits of a number, and its work."""
+
+    case: Case
+    tuples: int
+    work: float
 
 
 def covering(
-    runs: Sequence[Case], size: int, having: Iterable[Case] = (), seed: int = 16, tries: int = 300
+    runs: Sequence[Case], size: int, having: Iterable[Case] = (), seed: int = 16, rounds: int = 0
 ) -> list[Case]:
     """Some of `runs` that, with those of `having`, have every pair or triple of values which any of `runs` has.
 
-    Greedily: of some runs with the rarest tuple that is still missing, the one that has most of the missing for its
-    work. Of sixteen seeds one takes less, but has no cheap run of several ranks with loader processes.
+    A greedy set for its work; then in each round a few of its runs are chosen again, which stay if they take less.
     """
-    draw = random.Random(seed)
-    those: dict[object, list[Case]] = {}
+    draw, bits = random.Random(seed), dict[object, int]()
+    rows = [_Row(case, _bits(case, size, bits), work(case)) for case in _pool(runs, draw)]
+    wanted = functools.reduce(int.__or__, (row.tuples for row in rows))
+    for case in having:
+        wanted &= ~_bits(case, size, bits)
+    best = _complete([], rows, wanted, draw)
+    for _ in range(rounds):
+        kept = draw.sample(best, max(0, len(best) - draw.choice((3, 6, 12))))
+        best = min(best, _complete(kept, rows, wanted, draw), key=lambda some: sum(row.work for row in some))
+    return [row.case for row in best]
+
+
+def _bits(case: Case, size: int, bits: dict[object, int]) -> int:
+    return sum(1 << bits.setdefault(each, len(bits)) for each in tuples(case, size))
+
+
+def _pool(runs: Sequence[Case], draw: random.Random) -> list[Case]:
+    """Some runs of each model, task and step, mostly those of little work; a test holds that no tuple is missing."""
     kinds: dict[object, list[Case]] = {}
     for case in runs:
         kinds.setdefault((case.model, case.task, case.step), []).append(case)
+    found = []
     for kind in kinds.values():
-        for case in draw.sample(kind, min(240, len(kind))):  # of so many each tuple has some; a test holds that
-            for each in tuples(case, size):
-                those.setdefault(each, []).append(case)
-    had = {each for case in having for each in tuples(case, size)}
-    missing, chosen = dict.fromkeys(sorted(those.keys() - had, key=repr)), []
+        found += draw.sample(kind, min(120, len(kind)))
+        found += draw.choices(kind, [1 / work(case) for case in kind], k=240)
+    return list(dict.fromkeys(found))
+
+
+def _complete(kept: list[_Row], rows: list[_Row], wanted: int, draw: random.Random) -> list[_Row]:
+    """With `kept` what is still missing, most of it for its work first; without the runs that others make needless."""
+    power, chosen, missing = draw.choice((0.5, 0.7, 0.9, 1.0)), list(kept), wanted
+    for row in kept:
+        missing &= ~row.tuples
     while missing:
-        rarest = those[min(missing, key=lambda each: len(those[each]))]
-        few = draw.sample(rarest, min(tries, len(rarest)))
-        chosen.append(max(few, key=lambda case: len(tuples(case, size) & missing.keys()) / work(case) ** 0.2))
-        for each in tuples(chosen[-1], size):
-            missing.pop(each, None)
+        few = draw.sample(rows, min(1500, len(rows)))
+        few = [row for row in few if row.tuples & missing] or [row for row in rows if row.tuples & missing & -missing]
+        chosen.append(max(few, key=lambda row: (row.tuples & missing).bit_count() / row.work**power))
+        missing &= ~chosen[-1].tuples
+    for row in sorted(chosen, key=lambda row: -row.work):
+        others = functools.reduce(int.__or__, (other.tuples for other in chosen if other is not row), 0)
+        if not row.tuples & wanted & ~others:
+            chosen.remove(row)
     return chosen
 
 
@@ -231,6 +270,29 @@ def fewest(runs: Sequence[Case], parts: Iterable[Callable[[Case], bool]]) -> lis
 
 
 def sample(count: int, seed: int) -> list[Case]:
-    """So many runs, drawn from all."""
-    runs = everything()
-    return random.Random(seed).sample(runs, min(count, len(runs)))
+    """So many runs, each as likely as any other."""
+    draw, found = random.Random(seed), dict[Case, None]()
+    while len(found) < count:
+        case = Case(*(draw.choice(values) for values in FACTORS.values()))  # type: ignore[arg-type]
+        if valid(case):
+            found[case] = None
+    return list(found)
+
+
+def read(name: str) -> list[Case]:
+    """The covering set "pairs" or "triples", as it was written."""
+    return [parse(line) for line in (_FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()]
+
+
+def write() -> None:
+    """Compute the covering sets and write their files: minutes."""
+    pairs = covering(everything(), 2, rounds=1500)
+    # A killed process costs seconds: in these nobody is.
+    triples = covering([case for case in everything() if case.fault != "killed"], 3, having=pairs)
+    for name, cases in (("pairs", pairs), ("triples", triples)):
+        lines = "".join(f"{case}\n" for case in sorted(cases, key=str))
+        (_FOLDER / f"{name}.txt").write_text(lines, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

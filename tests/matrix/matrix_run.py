@@ -6,6 +6,7 @@
 A case is one to three starts of `lockstep.train`: up to where it is stopped or killed, and on to its end.
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -73,7 +74,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.exact import Exchange
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import LockstepError
-from lockstep.guards import spike
+from lockstep.guards import spike, startup
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.transforms import precision
 
@@ -206,27 +207,28 @@ def play(cases: list[Case], root: Path, nodes: int = 1) -> None:
     ):  # which the ranks are forked with
         with suppress(ImportError):
             importlib.import_module(library)
+    alive = [start for case in cases if case.fault != "killed" for start in starts(case)]
     with ThreadPoolExecutor(2) as pool:
         # Who waits for the end of the killed leaves a core free.
-        for each in [pool.submit(_in_turn, groups, root, nodes) for groups in (_together(cases), _killed(cases))]:
+        for each in [pool.submit(_in_turn, groups, root, nodes) for groups in (_by_world(alive), _killed(cases))]:
             each.result()
 
 
-def _together(cases: list[Case]) -> list[list[Start]]:
-    """All starts of the cases in which nobody is killed, in one group of processes for each world size."""
-    found = [start for case in cases if case.fault != "killed" for start in starts(case)]
+def _by_world(found: list[Start]) -> list[list[Start]]:
+    """The starts in one group of processes for each world size."""
     return [[start for start in found if start.world == world] for world in sorted({start.world for start in found})]
 
 
 def _killed(cases: list[Case]) -> list[list[Start]]:
-    """Two groups for each of the others: up to the kill, and on."""
-    found = []
+    """A group up to each kill; then the starts that go on."""
+    kills, after = [], []
     for case in cases:
         if case.fault == "killed":
             mine = starts(case)
-            after = 1 + next(place for place, start in enumerate(mine) if start.kills)
-            found += [mine[:after], mine[after:]]
-    return found
+            kill = 1 + next(place for place, start in enumerate(mine) if start.kills)
+            kills.append(mine[:kill])
+            after += mine[kill:]
+    return kills + _by_world(after)
 
 
 def _in_turn(groups: list[list[Start]], root: Path, nodes: int) -> None:
@@ -297,6 +299,7 @@ def play_all(world, todo, root):
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
     shaken()
+    startup._code = functools.cache(startup._code)  # reads all of lockstep's files, which stay as they are
     for start in todo:
         folder = folder_of(root, start.case)
         if world.is_main:
