@@ -250,6 +250,7 @@ def _group(world: int, todo: list[Start], root: Path, nodes: int) -> None:
             done = [start for start in todo if all(_said(root, start, rank).exists() for rank in range(world))]
             broken = next((start for start in todo if start not in done), todo[-1])  # or they could not take leave
             if not broken.kills:
+                folder_of(root, broken.case).mkdir(parents=True, exist_ok=True)
                 (folder_of(root, broken.case) / f"{broken.number}-broken.txt").write_text(str(error))
             todo = [start for start in todo[todo.index(broken) + 1 :] if start.case != broken.case]
 

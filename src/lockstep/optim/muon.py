@@ -56,10 +56,7 @@ class MuonAdamW(Optimizer):
         """Build torch's two optimizers over this one's own group dicts."""
         self._parts = []
         for muon in (True, False):
-            selected = []
-            for group in self.param_groups:
-                if group["muon"] is muon:
-                    selected.append(group)
+            selected = self._groups_of(muon)
             split = muon and any(is_dtensor(parameter) for group in selected for parameter in group["params"])
             # torch's optimizers must share the group dicts and the state, or rates and checkpoints would not reach
             # them.
@@ -67,6 +64,9 @@ class MuonAdamW(Optimizer):
                 member: Optimizer = _RowsMuon(selected) if split else Muon(selected) if muon else AdamW(selected)
                 member.state = self.state
                 self._parts.append(member)
+
+    def _groups_of(self, muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["muon"] is muon]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -76,6 +76,8 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for member in self._parts:
+            # An engine may have split groups that mix sharded and whole parameters for the time of this call.
+            member.param_groups = self._groups_of(member.param_groups[0]["muon"])
             member.step()
         return loss
 
