@@ -6,7 +6,6 @@
 A case is one to three starts of `lockstep.train`: up to where it is stopped or killed, and on to its end.
 """
 
-import functools
 import gc
 import importlib
 import json
@@ -74,7 +73,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.exact import Exchange
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import LockstepError
-from lockstep.guards import spike, startup
+from lockstep.guards import spike
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.transforms import precision
 
@@ -300,7 +299,6 @@ def play_all(world, todo, root):
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
     shaken()
-    startup._code = functools.cache(startup._code)  # reads all of lockstep's files, which stay as they are
     for start in todo:
         folder = folder_of(root, start.case)
         if world.is_main:
