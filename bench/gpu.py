@@ -46,7 +46,7 @@ from others import Group, Micro, Turns, measured
 from torch import nn
 
 from lockstep.optim.groups import groups
-from lockstep.transforms.precision import compiled, eager
+from lockstep.transforms.precision import compile_blocks, eager
 
 ROWS = 1024
 AIM = 0.99  # of the bare loop's speed
@@ -59,7 +59,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.inner = inner
         if scope == "blocks":
-            compiled(inner, list(inner.blocks))
+            compile_blocks(inner, list(inner.blocks))
         else:
             self.compile()
 

@@ -32,7 +32,7 @@ from lockstep.config.sections import Guards, Optim
 from lockstep.distributed.balance import equal_shares
 from lockstep.distributed.progress import COMPUTING, Progress
 from lockstep.distributed.spawn import start
-from lockstep.guards.audit import audited
+from lockstep.guards.audit import choose_audits
 from lockstep.guards.desync import check, fingerprints
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.guards.spike import Spike
@@ -117,7 +117,7 @@ def both(world, say, steps, rounds, on_cpu):
         times = seconds(Guards(audit=share), steps, world, now)
         say()
         runs = equal_shares(8 // MICRO, world.size).runs
-        marked = [bool(audited(0, step + 6, share, runs)) for step in range(len(times))]
+        marked = [bool(choose_audits(0, step + 6, share, runs)) for step in range(len(times))]
         two, one = (
             statistics.median(t for t, mark in zip(times, marked, strict=True) if mark is is_audited)
             for is_audited in (True, False)

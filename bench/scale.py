@@ -166,7 +166,7 @@ def exact(size):
                         parameter.grad = gradient.clone()
                     tree.push()
                 tree._count = 0
-                list(tree._sums.taken())
+                list(tree._sums.take())
 
             with alike():
                 step()

@@ -533,7 +533,12 @@ def test_values_of_changes_by_path():
     task.queue[0].add_(1)
     task.mean.add_(3)
     del task.gone
-    assert state.changed() == {"task.count": 2, "task.gone": None, "task.queue": task.queue, "task.mean": task.mean}
+    assert state.find_changes() == {
+        "task.count": 2,
+        "task.gone": None,
+        "task.queue": task.queue,
+        "task.mean": task.mean,
+    }
 
 
 def test_nothing_is_written_where_nothing_has_changed():

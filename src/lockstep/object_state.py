@@ -71,12 +71,12 @@ _MISSING: Any = object()
 
 
 @final
-class _Place:
+class _ObjectPath:
     """The way from a root to an object."""
 
     __slots__ = ("link", "parent")
 
-    def __init__(self, parent: "_Place | None", link: str) -> None:
+    def __init__(self, parent: "_ObjectPath | None", link: str) -> None:
         self.parent = parent
         self.link = link
 
@@ -134,7 +134,7 @@ class ObjectState:
         self._records: list[_Record] = []
         self._by_id: dict[int, _Record] = {}
         self._tensors: list[_TensorValues] = []
-        self._queue: deque[tuple[Any, _Place, bool]] = deque()
+        self._queue: deque[tuple[Any, _ObjectPath, bool]] = deque()
         self._follow_all(roots)
         self._late: list[_TensorValues] = []
         for entry in self._tensors:
@@ -161,9 +161,9 @@ class ObjectState:
 
     def changes(self) -> list[str]:
         """Return the paths of what has changed; tensors come last. Waits for the device."""
-        return list(self.changed())
+        return list(self.find_changes())
 
-    def changed(self) -> dict[str, Any]:
+    def find_changes(self) -> dict[str, Any]:
         """Return what has changed: path -> present value, or None. Waits for the device."""
         changes: dict[str, Any] = {}
         for record in self._records:
@@ -219,7 +219,7 @@ class ObjectState:
     def _follow_all(self, roots: Mapping[str, Any]) -> None:
         for name, root in roots.items():
             if type(root) not in _ATOMS:
-                self._queue.append((root, _Place(None, name), False))
+                self._queue.append((root, _ObjectPath(None, name), False))
         starts = {id(root) for root in roots.values()}
         while self._queue:
             owner, position, of_data = self._queue.popleft()
@@ -227,16 +227,16 @@ class ObjectState:
             with contextlib.suppress(Exception):
                 self._follow(owner, position, of_data, is_root=id(owner) in starts)
 
-    def _push(self, value: Any, parent: _Place, link: str, of_data: bool) -> None:
+    def _push(self, value: Any, parent: _ObjectPath, link: str, of_data: bool) -> None:
         if type(value) not in _ATOMS:
-            self._queue.append((value, _Place(parent, link), of_data))
+            self._queue.append((value, _ObjectPath(parent, link), of_data))
 
     def _keep(self, owner: Any, record: _Record) -> None:
         self._records.append(record)
         if self._by_id.get(id(owner), _NOTHING) is _NOTHING:
             self._by_id[id(owner)] = record
 
-    def _follow(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
+    def _follow(self, owner: Any, place: _ObjectPath, of_data: bool, is_root: bool) -> None:
         type_: Any = type(owner)
         if of_data and issubclass(type_, Tensor):
             self._data.add(id(owner))
@@ -260,7 +260,7 @@ class ObjectState:
         elif is_root or not _is_left_alone(type_):
             self._follow_plain(owner, place, of_data, is_root)
 
-    def _follow_plain(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
+    def _follow_plain(self, owner: Any, place: _ObjectPath, of_data: bool, is_root: bool) -> None:
         type_ = type(owner)
         if issubclass(type_, Optimizer) and any(id(parameter) in self._untouched for parameter in owner.state):
             # The state of a watched parameter's optimizer is watched, too.
@@ -278,7 +278,7 @@ class ObjectState:
             return
         self._follow_attributes(owner, place, of_data, _NO_NAMES)
 
-    def _follow_container(self, owner: Any, place: _Place, of_data: bool) -> None:
+    def _follow_container(self, owner: Any, place: _ObjectPath, of_data: bool) -> None:
         type_ = type(owner)
         size = len(owner)
         if of_data and size > _MAX_OF_DATA:
@@ -301,7 +301,7 @@ class ObjectState:
         for index, value in enumerate(type_.__iter__(owner)):
             self._push(value, place, f"[{index}]", of_data)
 
-    def _follow_attributes(self, owner: Any, place: _Place, of_data: bool, without: frozenset[str]) -> None:
+    def _follow_attributes(self, owner: Any, place: _ObjectPath, of_data: bool, without: frozenset[str]) -> None:
         record = _Attributes(owner, place, without)
         if record.saved is None and not record.slots:
             return
@@ -309,7 +309,7 @@ class ObjectState:
         for name, value in record.values():
             self._push(value, place, f".{name}", of_data)
 
-    def _follow_module(self, module: nn.Module, place: _Place, of_data: bool) -> None:
+    def _follow_module(self, module: nn.Module, place: _ObjectPath, of_data: bool) -> None:
         """Follow a module; of a wrapper of torch, such as DistributedDataParallel, only what it wraps."""
         type_: Any = type(module)
         is_wrapper = _is_wrapper(type_)
@@ -326,7 +326,7 @@ class ObjectState:
             for key, value in list(members.items()):
                 self._push(value, place, f".{key}", of_data)
 
-    def _follow_tensor(self, tensor: Tensor, place: _Place, of_data: bool) -> None:
+    def _follow_tensor(self, tensor: Tensor, place: _ObjectPath, of_data: bool) -> None:
         if type(tensor) not in _PLAIN_TENSORS and id(tensor) in self._untouched:
             return
         if type(tensor) in _PLAIN_TENSORS:
@@ -389,7 +389,7 @@ class _Attributes:
 
     __slots__ = ("place", "present", "saved", "slots")
 
-    def __init__(self, owner: Any, place: _Place, without: frozenset[str]) -> None:
+    def __init__(self, owner: Any, place: _ObjectPath, without: frozenset[str]) -> None:
         self.place = place
         self.present = _dict_of(owner)
         self.saved: dict[str, Any] | None = None
@@ -402,7 +402,7 @@ class _Attributes:
         yield from (self.saved or {}).items()
         yield from ((name, value) for _, name, _, value in self.slots if value is not _MISSING)
 
-    def _added(self, present: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    def _find_added(self, present: dict[str, Any], saved: dict[str, Any]) -> list[str]:
         return [name for name in present if name not in saved and name not in _UNSAVED]
 
     def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
@@ -412,7 +412,7 @@ class _Attributes:
             value_now = present.get(name, _MISSING)
             if value_now is not value and not state.is_same(value, value_now):
                 yield self._path(name), _present(value_now)
-        for name in self._added(present, saved):
+        for name in self._find_added(present, saved):
             yield self._path(name), present[name]
         for owner, name, slot, value in self.slots:
             value_now = _read_slot(owner, slot)
@@ -421,7 +421,7 @@ class _Attributes:
 
     def restore(self) -> None:
         if self.present is not None and self.saved is not None:
-            for name in self._added(self.present, self.saved):
+            for name in self._find_added(self.present, self.saved):
                 del self.present[name]
             for name, value in self.saved.items():
                 if self.present.get(name, _MISSING) is not value:
@@ -494,7 +494,7 @@ class _Items:
 
     __slots__ = ("members", "owner", "place", "saved")
 
-    def __init__(self, owner: Any, place: _Place, *, members: bool = False) -> None:
+    def __init__(self, owner: Any, place: _ObjectPath, *, members: bool = False) -> None:
         self.owner = owner
         self.place = place
         self.members = members
@@ -532,7 +532,7 @@ class _Elements:
 
     __slots__ = ("owner", "place", "saved")
 
-    def __init__(self, owner: Any, place: _Place) -> None:
+    def __init__(self, owner: Any, place: _ObjectPath) -> None:
         self.owner = owner
         self.place = place
         self.saved = self._present()
@@ -568,7 +568,7 @@ class _Cells:
 
     __slots__ = ("place", "saved")
 
-    def __init__(self, owner: types.FunctionType, place: _Place) -> None:
+    def __init__(self, owner: types.FunctionType, place: _ObjectPath) -> None:
         self.place = place
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
         self.saved = [(name, cell, _read_cell(cell)) for name, cell in cells]
@@ -630,7 +630,7 @@ class _Array:
 
     __slots__ = ("owner", "place", "values")
 
-    def __init__(self, owner: Any, place: _Place) -> None:
+    def __init__(self, owner: Any, place: _ObjectPath) -> None:
         self.owner = owner
         self.place = place
         self.values = np.array(owner)
@@ -677,7 +677,7 @@ class _Generator:
 
     __slots__ = ("owner", "place", "read", "state", "write")
 
-    def __init__(self, owner: Any, place: _Place) -> None:
+    def __init__(self, owner: Any, place: _ObjectPath) -> None:
         self.owner = owner
         self.place = place
         self.read, self.write = next(
@@ -712,7 +712,7 @@ class _TensorValues:
 
     __slots__ = ("_alias", "_bytes", "_gradient", "_requires_grad", "_version", "place", "tensor", "values")
 
-    def __init__(self, tensor: Tensor, place: _Place) -> None:
+    def __init__(self, tensor: Tensor, place: _ObjectPath) -> None:
         self.tensor = tensor
         self.place = place
         self.values: Tensor | None = None

@@ -123,7 +123,7 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
     cores = size.cpus_per_node or processes
     # Every process would otherwise use all cores that Ray reserved for the node.
     threads = 1 if config.exact else max(1, cores // processes)
-    job = _Job(
+    job = _RayJob(
         command=command,
         settings=cli.to_toml(config, own_task=task is not None),
         flags=["--task", _task_name(task)] if task is not None else [],
@@ -152,7 +152,7 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _RayJob:
     """The launchers that each round starts, and what Ray reserves for them.
 
     Attributes:
@@ -203,7 +203,7 @@ def _task_name(task: type | str) -> str:
     return f"{Path(path).absolute()}:{task.__qualname__}"
 
 
-def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
+def _run_round(ray: Any, job: _RayJob, earlier: list[int]) -> tuple[int, str]:
     """Start all nodes, and wait for their end.
 
     Args:
@@ -219,7 +219,7 @@ def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
     try:
         _wait_for_nodes(ray, job, group)
         actors = [
-            ray.remote(_Node)
+            ray.remote(_NodeActor)
             .options(
                 num_cpus=job.bundle["CPU"],
                 num_gpus=job.bundle.get("GPU", 0.0),
@@ -240,7 +240,7 @@ def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
         groups.remove_placement_group(group)
 
 
-def _wait_for_nodes(ray: Any, job: _Job, group: Any) -> None:
+def _wait_for_nodes(ray: Any, job: _RayJob, group: Any) -> None:
     ready = group.ready()
     until = time.monotonic() + _PATIENCE
     while not ray.wait([ready], timeout=15.0)[0]:
@@ -253,7 +253,7 @@ def _wait_for_nodes(ray: Any, job: _Job, group: Any) -> None:
         print(f"lockstep: waiting until Ray has {what}", file=sys.stderr, flush=True)
 
 
-def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> tuple[int, str]:
+def _follow(ray: Any, job: _RayJob, actors: Sequence[Any], earlier: list[int]) -> tuple[int, str]:
     lost = ray.exceptions.RayError
     try:
         addresses = ray.get([actor.place.remote() for actor in actors])
@@ -291,7 +291,7 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
     return min(failed, key=lambda end: 0 if end[0] in FINAL_CODES else 1 if end[0] == _LOST else 2)
 
 
-def _meeting(job: _Job, host: str, port: int) -> list[str]:
+def _meeting(job: _RayJob, host: str, port: int) -> list[str]:
     flags_of_launch = [f"--nproc-per-node={job.processes}"]
     if job.nodes == 1:
         return flags_of_launch
@@ -310,7 +310,7 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1]
 
 
-class _Node:
+class _NodeActor:
     """The actor of a node: starts the launcher there, which ends with the actor."""
 
     def __init__(self) -> None:
@@ -324,7 +324,7 @@ class _Node:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
             return host, int(server.getsockname()[1])
 
-    def run(self, job: _Job, flags: Sequence[str], earlier: Sequence[int]) -> tuple[int, str]:
+    def run(self, job: _RayJob, flags: Sequence[str], earlier: Sequence[int]) -> tuple[int, str]:
         """Run the launcher to its end; return its exit code and its last line."""
         _wait_for_end(earlier)
         settings = self._folder / "config.toml"

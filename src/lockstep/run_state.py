@@ -430,7 +430,7 @@ def _encode(value: Any) -> Any:
     return value
 
 
-class _Key(NamedTuple):
+class _JsonField(NamedTuple):
     """The JSON form of a field.
 
     Attributes:
@@ -448,10 +448,10 @@ class _Key(NamedTuple):
 
 
 @functools.cache
-def _format_of(part: Hashable) -> dict[str, _Key]:
+def _format_of(part: Hashable) -> dict[str, _JsonField]:
     """Return the JSON form of each field of a part."""
     types_by_name = get_type_hints(part)
-    keys = dict[str, _Key]()
+    keys = dict[str, _JsonField]()
     # mypy takes the cached argument for any hashable object; it is always a dataclass.
     for spec in dataclasses.fields(part):  # type: ignore[arg-type]
         field_type = types_by_name[spec.name]
@@ -459,7 +459,7 @@ def _format_of(part: Hashable) -> dict[str, _Key]:
         # The first argument of `Position | None` is Position.
         flat = (get_args(field_type) or (field_type,))[0] if metadata.get("flat") else None
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        keys[spec.name] = _Key(metadata.get("key", spec.name), field_type, flat, metadata.get("absent"), required)
+        keys[spec.name] = _JsonField(metadata.get("key", spec.name), field_type, flat, metadata.get("absent"), required)
     return keys
 
 

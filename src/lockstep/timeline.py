@@ -123,7 +123,7 @@ class Timeline:
             more |= {"ended": float(ended)} if ended and not recovered else {}
         self._write("recovered" if recovered else "start", **more)
 
-    def regrouped(self, step: int, world: int) -> None:
+    def record_regroup(self, step: int, world: int) -> None:
         """Record a loss: the run continues from `step` with `world` ranks.
 
         Every rank calls it.

@@ -277,10 +277,10 @@ class WholeStep:
                 vector[:length] = vectors.pop(0)
             sums.push(TreeSpan(micro_batch, micro_batch + 1), vector)
         if ranks == 1:
-            (total,) = sums.taken()
+            (total,) = sums.take()
             return total[:length]
         # One all-to-all per round of the tree, on all ranks.
-        piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), subtrees)
+        piece = piece_of_sum(sums.take(), lambda pieces: like.new_empty(pieces, padded // ranks), subtrees)
         total = like.new_empty(padded)
         # Every rank needs the whole sum, because its own rows are somewhere in it.
         collectives.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective

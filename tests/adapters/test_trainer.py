@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 import lockstep
-from lockstep.adapters.hf_trainer.data import Batching, EpochShuffled, labelled
+from lockstep.adapters.hf_trainer.data import Batching, EpochShuffled, count_labels
 from lockstep.adapters.hf_trainer.refusals import ARGUMENTS as TABLE
 from lockstep.data.sampler import Shuffled, order_of
 from lockstep.errors import ConfigError
@@ -558,11 +558,11 @@ def test_a_loader_process_gets_no_trainer(tmp_path):
 
 def test_labels_that_count():
     labels = torch.tensor([[5, -100, 7], [-100, -100, 1]])
-    assert int(labelled({"labels": labels}, shifts=False)) == 3
-    assert int(labelled({"labels": labels}, shifts=True)) == 2
-    assert int(labelled({"labels": labels, "shift_labels": labels[:1]}, shifts=True)) == 2
-    assert labelled({"labels": [labels]}, shifts=False) is None
-    assert labelled({"x": labels}, shifts=False) is None
+    assert int(count_labels({"labels": labels}, shifts=False)) == 3
+    assert int(count_labels({"labels": labels}, shifts=True)) == 2
+    assert int(count_labels({"labels": labels, "shift_labels": labels[:1]}, shifts=True)) == 2
+    assert count_labels({"labels": [labels]}, shifts=False) is None
+    assert count_labels({"x": labels}, shifts=False) is None
 
 
 @given(st.integers(1, 60), st.integers(0, 2**31), st.integers(0, 200), st.integers(0, 100))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.distributed import membership
 from lockstep.distributed.membership import is_lost_peer, translate_errors
 from lockstep.distributed.world import World
-from lockstep.engines.memory import explained
+from lockstep.engines.memory import explain_out_of_memory
 from lockstep.errors import LockstepError
 
 WORDS = ("connection", "Connection closed by peer", "socket", "Socket Timeout", "timed out", "NCCL", "gloo", "reset")
@@ -137,9 +137,9 @@ def test_torchs_collective_with_a_lost_peer_raises_a_typed_error():
 
 def test_only_torchs_own_allocator_is_out_of_host_memory():
     text = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"
-    with pytest.raises(RuntimeError, match="alloc_cpu"), explained(None, World()):
+    with pytest.raises(RuntimeError, match="alloc_cpu"), explain_out_of_memory(None, World()):
         raise RuntimeError(text)
-    with pytest.raises(LockstepError, match="ran out of memory"), explained(None, World()):
+    with pytest.raises(LockstepError, match="ran out of memory"), explain_out_of_memory(None, World()):
         torch.empty(1 << 50)
 
 

@@ -20,7 +20,7 @@ from lockstep.engines.registry import undo_step
 from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
-from lockstep.transforms import Transforms, checkpointed, prepare, recorders, recording
+from lockstep.transforms import Transforms, checkpoint_blocks, prepare, recorders, recording
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ class Classify(lockstep.Task):
         model = Siamese(model) if self.siamese else model
         if self.convert:
             recording(model, fail)
-        checkpointed(model, self.policy, blocks)
+        checkpoint_blocks(model, self.policy, blocks)
         if self.compiled:
             for block in blocks:
                 block.compile(backend="aot_eager")

@@ -22,8 +22,8 @@ from lockstep.engines.registry import engine
 from lockstep.errors import LockstepError
 from lockstep.optim.schedule import factor
 from lockstep.training.start.weights import load_model, select_checkpoint
-from lockstep.transforms import checkpointed, compiled, precision
-from lockstep.transforms.batchnorm import Synchronised, empty_slot, resolve_batchnorm, synchronised
+from lockstep.transforms import checkpoint_blocks, compile_blocks, precision
+from lockstep.transforms.batchnorm import Synchronised, empty_slot, resolve_batchnorm, synchronise
 
 DOUBLE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -93,7 +93,7 @@ LAYERS = [
 def compare_layers(world, layers, dtype, within, mean):
     for kind, settings in layers:
         plain = layer_of(kind, dtype, **settings)
-        model = synchronised(copy.deepcopy(plain), fail)
+        model = synchronise(copy.deepcopy(plain), fail)
         assert isinstance(model[0], Synchronised)
         assert isinstance(model[0], kind)
         assert list(model.state_dict()) == list(plain.state_dict())
@@ -129,7 +129,7 @@ def test_large_mean_is_as_exact_in_float32_as_in_torchs_own():
 def compare_with_an_empty_slot(world, both_empty):
     """Rank 1 repeats samples of rank 0 that count nothing; then every rank does."""
     plain = layer_of(nn.BatchNorm1d, torch.float64)
-    model = synchronised(copy.deepcopy(plain), fail)
+    model = synchronise(copy.deepcopy(plain), fail)
     model[0].bind()
     inputs, gradients = inputs_of(nn.BatchNorm1d, 1, torch.float64)
     own = slice(0, 6) if world.rank == 0 else slice(2, 5)
@@ -170,7 +170,7 @@ def penalised(model, inputs, own):
 
 def compare_penalties(world):
     plain = layer_of(nn.BatchNorm2d, torch.float64)
-    model = synchronised(copy.deepcopy(plain), fail)
+    model = synchronise(copy.deepcopy(plain), fail)
     inputs, _ = inputs_of(nn.BatchNorm2d, 0, torch.float64)
     own = cut_of(world, len(inputs))
     found, affine = penalised(model, inputs, own)
@@ -188,7 +188,7 @@ def test_a_gradient_of_gradients_is_that_of_the_whole_batch():
 
 def halves(world, dtype):
     plain = layer_of(nn.BatchNorm2d, torch.float32)
-    model = synchronised(copy.deepcopy(plain), fail)
+    model = synchronise(copy.deepcopy(plain), fail)
     model[0].bind()
     inputs, gradients = inputs_of(nn.BatchNorm2d, 0, dtype)
     own = cut_of(world, len(inputs))
@@ -238,7 +238,7 @@ class Pictures(lockstep.Task):
 
     def model(self):
         model = Network(self.momentum).double()
-        return checkpointed(model, self.policy, [model.features, model.twice])
+        return checkpoint_blocks(model, self.policy, [model.features, model.twice])
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(7)
@@ -280,10 +280,10 @@ def trained_together(world, name, settings):
     warnings.simplefilter("ignore" if is_compiled or name == "deepspeed" else "error")  # their own
     task = Pictures(**settings)
     torch.manual_seed(0)
-    model = synchronised(task.model(), fail)
+    model = synchronise(task.model(), fail)
     if is_compiled:
         precision.HOW["backend"] = "aot_eager"
-        compiled(model, [model.features, model.twice])
+        compile_blocks(model, [model.features, model.twice])
     made = engine(name, model, sgd, world, clip=1.0)
     dataset = task.dataset("train")
     step_plan = StepPlan(SIZE, -(-SIZE // world.size), TOTAL)

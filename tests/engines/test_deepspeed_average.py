@@ -12,7 +12,7 @@ from toys import Ragged, train
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.engines.ema import EMAEngine, averaged
+from lockstep.engines.ema import EMAEngine, use_average
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read
 
@@ -55,7 +55,7 @@ def _averaged(world, stage, offload, dtype):
             for name, average in wanted.items():
                 if name.replace("average/", "model/") in before:
                     average += share * (before[name.replace("average/", "model/")].double() - average)
-            with averaged(made):  # an evaluation after each step: training must not notice
+            with use_average(made):  # an evaluation after each step: training must not notice
                 inside, answer = states(made, world, "model/"), _answer(made.model, task)
             after = states(made, world, "model/")
             found.append(all(torch.equal(after[name], tensor) for name, tensor in before.items()))

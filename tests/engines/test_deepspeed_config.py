@@ -13,7 +13,7 @@ from lockstep.config.schema import Config, lookup
 from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed import engine as module
-from lockstep.engines.deepspeed.config import DeepSpeedSettings, check_batches, merged, read_config
+from lockstep.engines.deepspeed.config import DeepSpeedSettings, check_batches, merge, read_config
 from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
 from lockstep.optim.optimizers import adamw, make_optimizer, sgd
@@ -45,7 +45,7 @@ def written(tmp_path, content):
 
 def test_nothing_given_is_stage_2():
     assert read_config("") == {}
-    made = merged({}, wanted())
+    made = merge({}, wanted())
     assert made["zero_optimization"] == {"stage": 2}
     assert made["gradient_clipping"] == 1.0
     assert made["bf16"] == {"enabled": False}
@@ -69,7 +69,7 @@ def test_what_agrees_or_is_auto_is_taken(tmp_path):
     path = written(tmp_path, given)
     assert read_config(path) == given
     check_batches(path, batch_size=64, micro_batch_size=8, ranks=4)
-    made = merged(given, wanted(stage=3))
+    made = merge(given, wanted(stage=3))
     assert made["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 10}
     assert made["steps_per_print"] == 100
     assert "optimizer" not in made
@@ -80,9 +80,9 @@ def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
     content = {"optimizer": {"type": kind, "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
     made = options.build(merge_settings({}, content, 1)).optim
     assert (made.name, made.beta1, made.beta2) == ("adamw", 0.9, 0.95)
-    assert merged(content, wanted())
+    assert merge(content, wanted())
     with pytest.raises(ConfigError, match=rf'optimizer\.type is "{kind}".* "SGD"'):
-        merged(content, wanted(optimizer=sgd(torch.nn.Linear(2, 2), lr=0.01)))
+        merge(content, wanted(optimizer=sgd(torch.nn.Linear(2, 2), lr=0.01)))
 
 
 def test_optimizer_settings_equal_to_the_runs_are_accepted():
@@ -97,23 +97,23 @@ def test_groups_with_their_own_rates_are_no_contradiction():
         config = Config(lr=0.01, optim={"weight_decay": 0.1, "beta2": 0.95, **optim})
         made = make_optimizer(model, config, list(model))
         assert any(group["lr"] != 0.01 for group in made.param_groups)
-        assert merged(content, wanted(optimizer=made))
+        assert merge(content, wanted(optimizer=made))
         for key, value in (("lr", 0.02), ("weight_decay", 0.0)):
             other = {"optimizer": {"type": "AdamW", "params": {key: value}}}
             with pytest.raises(ConfigError, match=rf"optimizer\.params\.{key} is {value}, .* 0\."):
-                merged(other, wanted(optimizer=made))
+                merge(other, wanted(optimizer=made))
     own = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.1}, {"params": [model[1].weight], "lr": 0.3}])
-    assert merged({"optimizer": {"type": "sgd", "params": {"lr": 0.3}}}, wanted(optimizer=own))
+    assert merge({"optimizer": {"type": "sgd", "params": {"lr": 0.3}}}, wanted(optimizer=own))
     with pytest.raises(ConfigError, match=r"params\.lr is 0\.2, .* 0\.1"):
-        merged({"optimizer": {"type": "sgd", "params": {"lr": 0.2}}}, wanted(optimizer=own))
+        merge({"optimizer": {"type": "sgd", "params": {"lr": 0.2}}}, wanted(optimizer=own))
 
 
 def test_offload():
-    assert merged({}, wanted(offload=True))["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert merge({}, wanted(offload=True))["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     nvme = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
-    assert merged(nvme, wanted(offload=True))["zero_optimization"]["offload_optimizer"] == {"device": "nvme"}
+    assert merge(nvme, wanted(offload=True))["zero_optimization"]["offload_optimizer"] == {"device": "nvme"}
     with pytest.raises(ConfigError, match=r"--engine\.cpu-offload needs --engine\.zero-stage 1, 2 or 3"):
-        merged({}, wanted(stage=0, offload=True))
+        merge({}, wanted(stage=0, offload=True))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_files_that_do_not_hold(tmp_path, content, message):
 )
 def test_what_is_switched_off_may_stay_in_the_file(tmp_path, content):
     config = parsed(tmp_path, content)
-    made = merged(read_config(config.engine_options.config), wanted(stage=config.engine_options.zero_stage))
+    made = merge(read_config(config.engine_options.config), wanted(stage=config.engine_options.zero_stage))
     assert not made.keys() & {"amp", "tensorboard", "elasticity", "curriculum_learning", "fp16"}
     assert made["bf16"] == {"enabled": False}
     assert made["zero_optimization"]["stage"] == content.get("zero_optimization", {"stage": 2})["stage"]
@@ -216,7 +216,7 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
 )
 def test_contradictions_are_named(given, changed, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        merged(given, wanted(**changed))
+        merge(given, wanted(**changed))
     assert "\n" not in str(caught.value)
 
 
@@ -265,7 +265,7 @@ def test_a_whole_file_is_taken(tmp_path, monkeypatch):
     assert (config.optim.beta2, config.optim.weight_decay, config.optim.eps) == (0.999, 0.0, 1e-8)
     path = config.engine_options.config
     check_batches(path, batch_size=8, micro_batch_size=4, ranks=2)
-    assert merged(read_config(path), wanted(scaled=config.fp16, optimizer=adamw(torch.nn.Linear(2, 2), lr=1.5e-4)))
+    assert merge(read_config(path), wanted(scaled=config.fp16, optimizer=adamw(torch.nn.Linear(2, 2), lr=1.5e-4)))
     assert config.fp16 == Fp16(loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0), "DeepSpeed's defaults"
     assert parsed(tmp_path, SOURCE, "--optim.weight-decay", "0.1").optim.weight_decay == 0.1, "the file does not say it"
     assert parsed(tmp_path, SOURCE, "--lr", "1.5e-4").lr == 1.5e-4

@@ -15,7 +15,7 @@ from toys import Ragged, train
 from lockstep import checkpoint
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
-from lockstep.engines.ema import EMAEngine, averaged, without_average
+from lockstep.engines.ema import EMAEngine, use_average, without_average
 from lockstep.errors import CheckpointError
 
 
@@ -93,7 +93,7 @@ def test_the_two_change_places_and_have_their_bits_again(dtype):
     before = copy.deepcopy(made.state_dict())
     for error in (None, KeyError):
         try:
-            with averaged(made):
+            with use_average(made):
                 assert torch.equal(model.weight, before["average/weight"].to(dtype))
                 assert torch.equal(model.turned, before["average/turned"])
                 assert not torch.equal(model.weight, before["model/weight"])
@@ -102,7 +102,7 @@ def test_the_two_change_places_and_have_their_bits_again(dtype):
         except KeyError:
             pass
         assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
-    with averaged(made.inner):
+    with use_average(made.inner):
         assert torch.equal(model.weight, before["model/weight"])
 
 
@@ -128,7 +128,7 @@ def _swapped(world, name):
     made, batches = build(world, TASK, name, **SETTINGS)
     train(world, made, batches, TASK)
     before = {key: whole(tensor, world) for key, tensor in made.state_dict().items()}
-    with averaged(made):
+    with use_average(made):
         inside = {key: whole(tensor, world) for key, tensor in made.state_dict().items() if key.startswith("model/")}
     moved = [key for key in before if key.startswith("average/") and not torch.equal(before[key], _model(before, key))]
     same = all(torch.equal(whole(tensor, world), before[key]) for key, tensor in made.state_dict().items())

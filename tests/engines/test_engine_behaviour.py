@@ -12,7 +12,7 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.spawn import start
 from lockstep.distributed.world import World
 from lockstep.engines.fsdp.apply import FILLS_UNUSED
-from lockstep.engines.memory import described, footprint
+from lockstep.engines.memory import describe, footprint
 
 
 class Three(torch.nn.Module):
@@ -265,7 +265,7 @@ def test_bytes_are_split():
 
 
 def test_the_line_on_bytes():
-    line = described("zero", [[2048, 1024, 100], [2048, 1024, 3 * 2**20]])
+    line = describe("zero", [[2048, 1024, 100], [2048, 1024, 3 * 2**20]])
     assert line == "engine zero holds per rank: parameters 2 KiB, gradients 1 KiB, optimizer states 100 B to 3 MiB"
 
 

@@ -112,7 +112,7 @@ def _gathered(world, meta_init):
     FSDPModule.unshard = unshard
     assert all(isinstance(p, DTensor) for p in model.parameters())
     made.backward(made.model(torch.ones(2, 32)).square().sum())
-    return most[0], made.inner._usage.names, made.inner._usage.missed(1), made.inner._usage.missed(2)
+    return most[0], made.inner._usage.names, made.inner._usage.find_missed(1), made.inner._usage.find_missed(2)
 
 
 @pytest.mark.parametrize("meta_init", [False, True])

@@ -22,7 +22,7 @@ from lockstep.config.schema import Config
 from lockstep.distributed.world import World
 from lockstep.engines.blocks import find_blocks
 from lockstep.engines.fsdp import apply
-from lockstep.engines.memory import DeviceMemory, Footprint, explained, out_of_memory
+from lockstep.engines.memory import DeviceMemory, Footprint, explain_out_of_memory, out_of_memory
 from lockstep.engines.registry import engine, engine_class, model_init, options_for
 from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError, LockstepError
@@ -353,20 +353,20 @@ def test_out_of_memory_names_what_lies_elsewhere():
 
 def test_out_of_memory_leaves_the_loop_as_one_line():
     made, _ = build(World(), Ragged(), "single")
-    with pytest.raises(LockstepError, match="rank 0 ran out of memory on cpu"), explained(made, World()):
+    with pytest.raises(LockstepError, match="rank 0 ran out of memory on cpu"), explain_out_of_memory(made, World()):
         raise ERROR
     for other in (ValueError("other"), RuntimeError("other")):
-        with pytest.raises(type(other), match="other"), explained(made, World()):
+        with pytest.raises(type(other), match="other"), explain_out_of_memory(made, World()):
             raise other
 
 
 def test_out_of_memory_of_the_host_is_one_line_with_its_bytes():
     made, _ = build(World(), Ragged(), "single")
     line = r"memory on cpu, asking for 909 TiB: everything is on the right device"
-    with pytest.raises(LockstepError, match=line), explained(made, World()):
+    with pytest.raises(LockstepError, match=line), explain_out_of_memory(made, World()):
         torch.empty(10**15, dtype=torch.uint8)
     line = r"the model is not built yet .* GiB held\); --engine fsdp"
-    with pytest.raises(LockstepError, match=line), explained(None, World()):
+    with pytest.raises(LockstepError, match=line), explain_out_of_memory(None, World()):
         torch.nn.Linear(10**7, 10**8)
 
 

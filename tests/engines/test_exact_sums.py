@@ -136,8 +136,8 @@ def test_rank_holds_few_whole_subtrees_with_the_right_sums(micro_batches, data):
     held = Subtotals(micro_batches, lambda left, right: f"({left} {right})")
     for place in range(*run):
         held.push(TreeSpan(place, place + 1), str(place))
-    assert list(held.taken()) == [written(span) for span in found]
-    assert not list(held.taken())
+    assert list(held.take()) == [written(span) for span in found]
+    assert not list(held.take())
 
 
 def written(span):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import train
 
 from lockstep.engines.fsdp import engine as fsdp
-from lockstep.engines.fsdp.apply import reached
+from lockstep.engines.fsdp.apply import find_leaves
 from lockstep.errors import ConfigError
 
 SETTINGS = {
@@ -127,7 +127,7 @@ def test_leaves_of_a_graph_are_those_that_a_backward_fills():
         model.wanted = lambda x, branch=branch: branch
         for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
             loss = call(torch.ones(2, 8)).sum()
-            found = {name for name, p in model.named_parameters() if p in reached(loss)}
+            found = {name for name, p in model.named_parameters() if p in find_leaves(loss)}
             loss.backward()
             assert found == {name for name, p in model.named_parameters() if p.grad is not None}
             assert len(found) == (8 if branch else 6)

@@ -22,9 +22,9 @@ from lockstep.guards.audit import (
     ONE_OF_TWO,
     Recomputation,
     Recomputer,
-    audited,
-    judged,
-    named,
+    choose_audits,
+    describe_tensors,
+    vote,
 )
 from lockstep.guards.desync import Digests, of_batch
 
@@ -37,7 +37,7 @@ SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(shares_of_count
 def test_each_rank_is_audited_by_one_other_with_little_work(shares, seed, share):
     runs = shares.runs
     for step in range(20):
-        found = audited(seed, step, share, runs)
+        found = choose_audits(seed, step, share, runs)
         assert len({each.micro for each in found}) == len(found)
         auditors = {}
         for auditor, micro in found:
@@ -48,9 +48,9 @@ def test_each_rank_is_audited_by_one_other_with_little_work(shares, seed, share)
         for owner, (start, stop) in enumerate(runs):
             count = sum(start <= each.micro < stop for each in found)
             assert abs(count - share * (stop - start)) < 1
-            firsts = [each for each in audited(seed, step, share, runs, first_only=True) if each.micro == start]
+            firsts = [each for each in choose_audits(seed, step, share, runs, first_only=True) if each.micro == start]
             assert len(firsts) == min(count, 1) or stop == start, owner
-    least = audited(seed, 0, 0.0, runs, least=1, first_only=True)
+    least = choose_audits(seed, 0, 0.0, runs, least=1, first_only=True)
     assert [each.micro for each in least] == [start for start, stop in runs if stop > start]
 
 
@@ -58,11 +58,13 @@ def test_each_rank_is_audited_by_one_other_with_little_work(shares, seed, share)
 @pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
 def test_the_share_is_kept_over_many_steps_for_each_micro_batch(runs, share):
     last, steps = runs[-1][1], 4000
-    found = [each.micro for step in range(steps) for each in audited(5, step, share, runs)]
+    found = [each.micro for step in range(steps) for each in choose_audits(5, step, share, runs)]
     for micro in range(last):
         rate = found.count(micro) / steps
         assert abs(rate - share) < 4 * (share * (1 - share) / steps) ** 0.5 + 1e-9
-    assert fmean([len(audited(5, step, share, runs)) for step in range(steps)]) == pytest.approx(share * last, rel=0.25)
+    assert fmean([len(choose_audits(5, step, share, runs)) for step in range(steps)]) == pytest.approx(
+        share * last, rel=0.25
+    )
 
 
 RESULT = st.sampled_from("abcd")
@@ -73,13 +75,13 @@ def test_a_device_that_contradicts_itself_is_named(ranks, data):
     wrong = data.draw(st.integers(0, ranks - 1))
     found = [["right"] * data.draw(st.integers(1, 5)) for _ in range(ranks)]
     found[wrong] = data.draw(st.permutations(["right", *data.draw(st.lists(RESULT, min_size=1, max_size=3))]))
-    assert judged(found) == ([wrong], BY_ITSELF)
+    assert vote(found) == ([wrong], BY_ITSELF)
 
 
 @given(st.integers(3, 6), st.data())
 def test_most_say_which_device_is_always_wrong(ranks, data):
     wrong = data.draw(st.integers(0, ranks - 1))
-    assert judged([["ab"[rank == wrong]] * 3 for rank in range(ranks)]) == ([wrong], BY_OTHERS)
+    assert vote([["ab"[rank == wrong]] * 3 for rank in range(ranks)]) == ([wrong], BY_OTHERS)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_most_say_which_device_is_always_wrong(ranks, data):
     ],
 )
 def test_what_the_results_say(found, wanted):
-    assert judged(found) == wanted
+    assert vote(found) == wanted
 
 
 def of(tensor):
@@ -156,11 +158,11 @@ def test_what_is_computed_again_begins_alike_and_leaves_nothing():
     first, second = (MicroBatch(torch.randn(4, 3), index, 4, 1.0) for index in (0, 1))
     for batch in (first, second):
         _seed(7, batch.index)
-        with again.watched(batch) as seen:
+        with again.watch(batch) as seen:
             (seen(model(batch.data).sum()) * 1.0).backward(torch.tensor(0.25))
-    told = again.told()
+    told = again.read_results()
     assert [each.root for each in told.values()] == [0.25, 0.25]
-    assert again.moved()
+    assert again.has_moved()
     assert again.unlike(first, told[0]) == ""
     assert again.unlike(first, told[1]) == "data"
     assert again.unlike(second, told[1]) == "buffers"
@@ -196,7 +198,7 @@ def _all(model):
 
 
 def test_what_differs_is_said_in_a_few_words():
-    assert named([""]) == "the loss"
-    assert named(["a"]) == "the gradient of a"
-    assert named(["", "a"]) == "the loss and the gradient of a"
-    assert named(["", "a", "b", "c"]) == "the loss and the gradients of a and 2 more parameters"
+    assert describe_tensors([""]) == "the loss"
+    assert describe_tensors(["a"]) == "the gradient of a"
+    assert describe_tensors(["", "a"]) == "the loss and the gradient of a"
+    assert describe_tensors(["", "a", "b", "c"]) == "the loss and the gradients of a and 2 more parameters"

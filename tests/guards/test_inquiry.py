@@ -160,11 +160,11 @@ def test_verdict_of_a_thousand_ranks_accuses_only_the_lost(tmp_path, monkeypatch
 def test_reading_all_places_takes_two_requests_of_bounded_size():
     store = Store(**{f"at_{rank}": f"{rank} step {rank + 1} (a)" for rank in range(1024)})
     places = Heartbeats(store, "k", 1024)
-    assert places.passed(1021) == [1022, 1023]
+    assert places.find_passed(1021) == [1022, 1023]
     assert store.requests == 2
     assert 1024 * 2 / (places.interval / 4) < 1000  # requests a second where every rank looks
     del store.held["k/at/7"]  # not in its steps yet: nobody is past one
-    assert places.passed(3) == []
+    assert places.find_passed(3) == []
 
 
 def test_silent_ranks_place_is_read_from_the_launchers_folder(asking, tmp_path, monkeypatch):

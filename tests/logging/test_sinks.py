@@ -344,15 +344,15 @@ def test_planted_secrets_reach_no_file_and_no_line(tmp_path, monkeypatch, capsys
 def test_logs_during_a_pending_record_come_after_it(tmp_path):
     sinks = Sinks([JsonLines(tmp_path / "metrics.jsonl")])
     there = lambda: [record["n"] for record in read(tmp_path / "metrics.jsonl")]  # noqa: E731
-    sinks.arrived({"n": 0})
+    sinks.write_expected({"n": 0})
     sinks.expect()
     sinks.log({"n": 2})
     sinks.expect()
     sinks.log({"n": 4})
     assert there() == [0]
-    sinks.arrived({"n": 1})
+    sinks.write_expected({"n": 1})
     assert there() == [0, 1, 2]
-    sinks.arrived({"n": 3})
+    sinks.write_expected({"n": 3})
     sinks.log({"n": 5})
     assert there() == [0, 1, 2, 3, 4, 5]
     sinks.expect()

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.logging import Sinks
 from lockstep.logging.csv_file import CsvFile
 from lockstep.logging.mlflow_run import MLflow
-from lockstep.logging.trackers import TensorBoard, WandB, check, masked, remote_sinks
+from lockstep.logging.trackers import TensorBoard, WandB, check, mask_values, remote_sinks
 
 PLANTED = "planted-s3cret-value"
 
@@ -154,7 +154,7 @@ def test_no_secret_reaches_a_sink(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 20 + PLANTED)
     monkeypatch.setattr(sys, "argv", ["lockstep", "train", "--hub-token", PLANTED])
     url = f"https://me:{PLANTED}@host/x"
-    info = masked({"args": {"dataset_name": url, "hub_token": PLANTED}, "note": PLANTED, "number": 1})
+    info = mask_values({"args": {"dataset_name": url, "hub_token": PLANTED}, "note": PLANTED, "number": 1})
     assert info["number"] == 1
     assert PLANTED not in str(info)
     sinks = Sinks([TensorBoard(tmp_path / "tensorboard"), WandB(tmp_path, "E", "ab12")])
@@ -230,7 +230,9 @@ def test_mlflow_goes_on_in_the_same_run_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PLANTED)
     monkeypatch.setattr(sys, "argv", ["lockstep", "train", "--hub-token", PLANTED])
-    info = masked({"experiment": "E", "args": {"lr": 0.5, "hub_token": PLANTED}, "note": f"https://me:{PLANTED}@host"})
+    info = mask_values(
+        {"experiment": "E", "args": {"lr": 0.5, "hub_token": PLANTED}, "note": f"https://me:{PLANTED}@host"}
+    )
     for step in (0, 3):
         sink = MLflow(tmp_path, "E", "ab12")
         sink.start(info)

@@ -20,7 +20,7 @@ from matrix_run import BEST, NAME, Start, begins, folder_of, resumes_at, shares,
 from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
-from lockstep.adapters.lightning.state import unpacked
+from lockstep.adapters.lightning.state import unpack
 from lockstep.errors import CheckpointError
 from lockstep.logging.jsonl import read
 
@@ -213,7 +213,7 @@ def _turns(case: Case, folder: Path, done: int) -> list[str]:
     One that takes its steps itself is not run in a step that is left out.
     """
     kept = checkpoint.read_state(checkpoint.path_of(folder / NAME, done))["hooks"]
-    turns = unpacked(kept["module"])["turns"]
+    turns = unpack(kept["module"])["turns"]
     wanted = done - (case.task == "manual" and case.leaves_out)
     return [] if turns == wanted else [f"the module has counted {turns} batches after step {done}"]
 

@@ -242,10 +242,10 @@ def test_a_disk_that_was_full_loses_no_second(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", refuses)
     kept.enter(timeline.TRAINING)
     full.append(True)
-    kept.regrouped(3, 1)
+    kept.record_regroup(3, 1)
     full.clear()
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:30]))  # half a line
-    kept.regrouped(4, 1)
+    kept.record_regroup(4, 1)
     monkeypatch.setattr(os, "write", write)
     kept.at(5)
     kept.close("finished")

@@ -7,7 +7,7 @@ from small_runs import config
 
 from lockstep.config.sections import Data
 from lockstep.training.start.named_task import make_task
-from lockstep.transforms import compiled, precision
+from lockstep.transforms import compile_blocks, precision
 
 pytestmark = [
     pytest.mark.usefixtures("no_network"),
@@ -41,7 +41,7 @@ def masks_of(task, scope):
     before, precision.HOW = precision.HOW, {"backend": backend}
     try:
         model = task.model()
-        compiled(model, task.blocks(model) if scope == "blocks" else ())
+        compile_blocks(model, task.blocks(model) if scope == "blocks" else ())
         samples = task.dataset("train")
         task.loss(model, task.collate([samples[0], samples[1]])).backward()
     finally:

@@ -25,7 +25,7 @@ from lockstep.data.loader import seed_everything
 from lockstep.errors import ConfigError, DataError, LockstepError, ResumeError
 from lockstep.logging.jsonl import read
 from lockstep.models.vision import ResNet, ViT, patch_for
-from lockstep.tasks.image_data import ImageError, opened
+from lockstep.tasks.image_data import ImageError, open_image
 from lockstep.tasks.images import Prepared, Preparing, make
 
 SMALL = {"batch_size": 32, "micro_batch_size": 8, "max_steps": 4, "log_freq": 2, "device": "cpu", "lr": 0.01}
@@ -168,7 +168,7 @@ def test_a_folder_of_class_folders(tmp_path):
     assert image.shape == (3, 8, 8)
     name = task.data.evaluation.names[0]
     assert task.classes[int(label)] == name.split("/")[0]
-    loaded = opened(folder / name, channels=3, size=8)
+    loaded = open_image(folder / name, channels=3, size=8)
     assert loaded.shape == (3, 8, 9)
     assert torch.equal(((image * 0.5 + 0.5) * 255).round().to(torch.uint8), loaded[:, :, :8])
     parts = tmp_path / "parts"
@@ -181,20 +181,20 @@ def test_a_folder_of_class_folders(tmp_path):
 def test_images_of_every_kind_are_read(tmp_path):
     for name in ("a.png", "a.jpg", "a.bmp", "a.gif", "a.webp", "a.tif", "a.ppm"):
         draw(1, 0).save(tmp_path / name)
-        assert opened(tmp_path / name, channels=3, size=6).shape == (3, 6, 7), name
-    assert opened((tmp_path / "a.png").read_bytes(), channels=1, size=24).shape == (1, 24, 28)
+        assert open_image(tmp_path / name, channels=3, size=6).shape == (3, 6, 7), name
+    assert open_image((tmp_path / "a.png").read_bytes(), channels=1, size=24).shape == (1, 24, 28)
     deep = draw(1, 0).convert("L").convert("I;16").point(lambda value: value * 256)
     deep.save(tmp_path / "deep.png")
-    plain = opened(tmp_path / "a.png", channels=1, size=12)
-    assert torch.equal(opened(tmp_path / "deep.png", channels=1, size=12), plain)
+    plain = open_image(tmp_path / "a.png", channels=1, size=12)
+    assert torch.equal(open_image(tmp_path / "deep.png", channels=1, size=12), plain)
     turned = draw(1, 0)
     exif = turned.getexif()
     exif[0x0112] = 6  # held upright
     turned.save(tmp_path / "turned.png", exif=exif)
-    assert opened(tmp_path / "turned.png", channels=3, size=12).shape == (3, 14, 12)
+    assert open_image(tmp_path / "turned.png", channels=3, size=12).shape == (3, 14, 12)
     draw(1, 0).convert("F").save(tmp_path / "f.tif")
     with pytest.raises(ImageError, match="mode F"):
-        opened(tmp_path / "f.tif", channels=1, size=8)
+        open_image(tmp_path / "f.tif", channels=1, size=8)
 
 
 def test_folders_that_are_no_data_are_one_line(tmp_path):

@@ -16,7 +16,7 @@ from lockstep.errors import DataError
 from lockstep.models.hf import HubTokenizer, chat_tokens
 from lockstep.tasks import language_model
 from lockstep.tasks.language_model import corpus_for
-from lockstep.text.documents import packed
+from lockstep.text.documents import pack
 from lockstep.text.hub import reader
 from lockstep.text.token_store import TokenizerToTrain
 from lockstep.training.start.named_task import make_task
@@ -191,7 +191,7 @@ def test_conversations_are_prepared_and_gone_on_with(tmp_path, chat):
     assert found.chat
     sample = found.train[0]
     assert learned(found, sample).startswith("three riversa short line")
-    assert found.decode(found.begun("list colours")) == "<|user|>list colours<|assistant|>"
+    assert found.decode(found.encode_prompt("list colours")) == "<|user|>list colours<|assistant|>"
     assert found.opening()[:4] == sample["input_ids"][:4].tolist()
 
 
@@ -249,12 +249,12 @@ def test_long_texts_become_pieces_that_miss_no_token(tmp_path):
 @given(st.lists(st.integers(1, 50), max_size=80))
 @settings(max_examples=60)
 def test_windows_hold_every_document_once_and_are_well_filled(lengths):
-    windows = packed(lengths, 50)
+    windows = pack(lengths, 50)
     assert sorted(document for window in windows for document in window) == list(range(len(lengths)))
     filled = [sum(lengths[document] for document in window) for window in windows]
     assert all(0 < size <= 50 for size in filled)
     assert len([size for size in filled if size <= 25]) <= 1  # two half-empty ones would be one
-    assert windows == packed(list(lengths), 50)
+    assert windows == pack(list(lengths), 50)
 
 
 def test_longest_come_first_and_go_to_the_tightest_fit():
@@ -264,7 +264,7 @@ def test_longest_come_first_and_go_to_the_tightest_fit():
         ([5, 5, 5], 10, [{0, 1}, {2}]),
         ([], 10, []),
     ):
-        found = [set(window) for window in packed(lengths, room)]
+        found = [set(window) for window in pack(lengths, room)]
         filled = [sorted(lengths[document] for document in window) for window in found]
         assert sorted(filled) == sorted(sorted(lengths[document] for document in window) for window in wanted)
 

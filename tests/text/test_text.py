@@ -26,7 +26,7 @@ from lockstep.text import sources
 from lockstep.text.cache import alone
 from lockstep.text.corpus import ByteBPE, Windows, token_type
 from lockstep.text.hub import plain_rows
-from lockstep.text.sources import find, pieces, split
+from lockstep.text.sources import find, pieces, split_files
 from lockstep.text.token_store import Packing, TokenizerToTrain, prepare
 
 WORDS = ["the", "a", "step", "rank", "loss", "batch", "seed", "data", "order", "köln", "東京", "🙂", "token\tline"]
@@ -153,7 +153,7 @@ def test_fingerprint_does_not_depend_on_the_folders_place(folder, tmp_path):
 
 def test_the_vocabulary_is_learned_from_the_train_split_alone(folder, tmp_path):
     corpus = opened(folder, tmp_path)
-    train, _ = split(find(str(folder)), 0.2, 0)
+    train, _ = split_files(find(str(folder)), 0.2, 0)
     assert ByteBPE.train((text for text, _ in pieces(train)), 320).encode(lines(3)) == corpus.encode(lines(3))
     assert corpus.vocab_size <= 320
     assert corpus.separator == corpus.vocab_size - 1
@@ -180,7 +180,7 @@ def test_a_file_is_cut_at_a_lines_end_where_one_is_just_there(tmp_path):
     file = tmp_path / "rows.txt"
     file.write_text("123456789\n" * 10)
     for fraction, cut in ((0.2, 80), (0.21, 80), (0.19, 90), (0.3, 70)):
-        (train,), (evaluation,) = split(find(str(file)), fraction, 0)
+        (train,), (evaluation,) = split_files(find(str(file)), fraction, 0)
         assert (train.start, train.stop, evaluation.start, evaluation.stop) == (0, cut, cut, 100)
 
 
@@ -237,7 +237,7 @@ def test_a_compressed_text_has_the_tokens_of_its_content(folder, tmp_path, suffi
     found = opened(folder, tmp_path / "other")
     assert sorted(documents(found)) == sorted(documents(plain))
     one = folder / f"0.txt{suffix}"
-    (train,), (evaluation,) = split(find(str(one)), 0.2, 0)  # cut at a line of the content
+    (train,), (evaluation,) = split_files(find(str(one)), 0.2, 0)  # cut at a line of the content
     assert "".join(text for part in (train, evaluation) for text, _ in pieces([part])) == lines(40, seed=0)
     one.write_bytes(one.read_bytes()[:-20])
     with refuses(DataError, one):
@@ -252,7 +252,7 @@ def test_long_documents_are_read_in_pieces_that_end_with_lines(tmp_path, monkeyp
     monkeypatch.setattr(sources, "_PIECE", 100)
     file = tmp_path / "long.txt"
     file.write_text(lines(40), encoding="utf-8")
-    train, _ = split(find(str(file)), 0.1, 0)
+    train, _ = split_files(find(str(file)), 0.1, 0)
     found = list(pieces(train))
     assert len(found) > 5
     assert all(text.endswith("\n") for text, _ in found)
@@ -266,7 +266,7 @@ def test_the_split_holds_when_another_file_comes(tmp_path):
         folder.mkdir()
         for index in range(count):
             (folder / f"{index:03}.txt").write_text("x" * 100)
-        return {span.path.name for span in split(find(str(folder)), 0.2, seed=0)[1]}
+        return {span.path.name for span in split_files(find(str(folder)), 0.2, seed=0)[1]}
 
     before, after = evaluation(100), evaluation(105)
     assert (len(before), len(after)) == (20, 21)
@@ -508,9 +508,9 @@ def test_an_empty_token_file_has_no_samples(tmp_path):
 
 def test_held_out_files_do_not_depend_on_the_folders_order():
     files = [sources.TextFile(name, Path(name), 100, "", True) for name in "abcdefgh"]
-    chosen = sources._chosen(files, 300.0, 5)
+    chosen = sources._choose_evaluation(files, 300.0, 5)
     assert len(chosen) == 3
-    assert sources._chosen(files[::-1], 300.0, 5) == chosen
+    assert sources._choose_evaluation(files[::-1], 300.0, 5) == chosen
     assert {source.name for source in chosen} != {"a", "b", "c"}
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from refusals import names
 
 from lockstep.trace.compare import judge, judge_data
-from lockstep.trace.compare.judge import judged
-from lockstep.trace.compare.pairing import every, matched
+from lockstep.trace.compare.judge import compare_runs
+from lockstep.trace.compare.pairing import every, match_names
 from lockstep.trace.compare.reading import RankTrace, TracePart, TraceRun
 
 NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
@@ -84,7 +84,7 @@ def without(run, kind, change):
 
 
 def test_a_run_is_the_same_as_itself_and_says_what_was_compared():
-    verdict = judged(trace(), trace())
+    verdict = compare_runs(trace(), trace())
     assert (verdict.word, verdict.bits) == ("SAME", STEPS)
     counts = {kind: verdict.compared[kind] for kind in ("gradients", "weights", "updates", "buffers", "losses")}
     assert counts == {"gradients": 12, "weights": 12, "updates": 12, "buffers": 6, "losses": 3}
@@ -110,7 +110,7 @@ def test_a_run_is_never_the_same_as_one_that_lacks_names(kinds, rows, renamed, t
         chosen = {known[row % len(known)] for row in rows}
         without(other, kind, lambda name, chosen=chosen: name if name not in chosen else f"x{name}" * renamed or None)
     pair = (other, trace()) if turned else (trace(), other)
-    assert not judged(*pair).same
+    assert not compare_runs(*pair).same
 
 
 def poison(run, kind, row, first, value):
@@ -135,25 +135,25 @@ def test_values_that_are_not_finite_prove_nothing(kind, row, first, value):
     """In both runs they are counted as not compared; in one alone they are a difference."""
     first = 0 if kind == "initial" else first
     value = NAN if kind == "buffers" else value  # infinities may be a mask
-    both = judged(*(poison(trace(), kind, row, first, value) for _ in range(2)))
+    both = compare_runs(*(poison(trace(), kind, row, first, value) for _ in range(2)))
     assert both.word == "NOT PROVED"
     assert sum(both.not_finite.values()) >= 1
     for pair in ((0, 1), (1, 0)):
-        alone = judged(*(poison(trace(), kind, row, first, value) if side else trace() for side in pair))
+        alone = compare_runs(*(poison(trace(), kind, row, first, value) if side else trace() for side in pair))
         assert alone.word == "DIFFERENT"
 
 
 def test_a_mask_and_a_skipped_update_hide_nothing():
     """A buffer of infinities with the same bits, and a gradient that overflowed before an update that was skipped."""
     masks = [poison(trace(), "buffers", 0, 0, -math.inf) for _ in range(2)]
-    assert judged(*masks).same
+    assert compare_runs(*masks).same
     skipped = [poison(trace(), "grad", 0, STEPS - 1, math.inf) for _ in range(2)]
-    assert not judged(*skipped).same
+    assert not compare_runs(*skipped).same
     skipped = [poison(trace(), "grad", 0, STEPS - 1, math.inf) for _ in range(2)]
     for run in skipped:
         last = run.parts[0].ranks[0].steps[-1]
         last["weights"] = last["begin"] = run.parts[0].ranks[0].steps[-2]["weights"]
-    assert judged(*skipped).same
+    assert compare_runs(*skipped).same
 
 
 @pytest.mark.parametrize("kind", ["grad", "losses", "state", "steps", "end", "failed", "full"])
@@ -175,16 +175,16 @@ def test_what_is_gone_from_a_run_is_told(kind):
         rank.failed = "OSError"
     else:
         rank.end, rank.full = None, True
-    verdict = judged(trace(), other)
+    verdict = compare_runs(trace(), other)
     assert verdict.word == ("DIFFERENT" if kind == "grad" else "SAME" if kind == "full" else "NOT PROVED")
-    assert judged(other, other).same is (kind in ("losses", "state", "steps", "full"))
+    assert compare_runs(other, other).same is (kind in ("losses", "state", "steps", "full"))
 
 
 def test_nothing_in_common_is_not_proved():
     other = trace()
     for kind in KINDS:
         without(other, kind, lambda name: f"other.{name}")
-    verdict = judged(trace(), other)
+    verdict = compare_runs(trace(), other)
     assert (verdict.word, verdict.judged) == ("NOT PROVED", 0)
     assert NAMES[0] in verdict.missing[0]
 
@@ -193,7 +193,7 @@ def test_sets_that_match():
     assert not every([])
     assert every([True])
     assert not every([True, False])
-    sets = matched("abc", "bd")
+    sets = match_names("abc", "bd")
     assert (sets.both, sets.first, sets.second) == (("b",), ("a", "c"), ("d",))
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from shell import environment
 
-from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.judge import compare_runs
 from lockstep.trace.compare.reading import read
 
 SCRIPT = """
@@ -42,8 +42,8 @@ def test_two_processes_against_one(stage, tmp_path):
         return read(tmp_path / name)
 
     one = traced("one", 1, "0.01")
-    verdict = judged(one, traced("two", 2, "0.01"))
+    verdict = compare_runs(one, traced("two", 2, "0.01"))
     assert (verdict.finding, verdict.judged) == (None, 4)
     assert verdict.largest < 1e-5
-    found = judged(one, traced("other", 2, "0.02")).finding
+    found = compare_runs(one, traced("other", 2, "0.02")).finding
     assert (found.step, found.cause) == (0, "world-rate")

@@ -6,7 +6,7 @@ import plain_loop
 import pytest
 from ranks import run
 
-from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.judge import compare_runs
 from lockstep.trace.compare.reading import read
 
 
@@ -41,20 +41,20 @@ WAYS = [{}, {"left": True}, {"mask": True, "left": True, "dtype": "autocast"}, {
 
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 def test_other_padding_is_no_difference(settings, one, two):
-    verdict = judged(one(**settings), two(**settings))
+    verdict = compare_runs(one(**settings), two(**settings))
     assert (verdict.finding, verdict.judged, verdict.unproven) == (None, 6, ""), str(verdict)
 
 
 @pytest.mark.parametrize("settings", [*WAYS, {"ignored": 9}], ids=str)
 def test_a_loss_that_is_averaged_per_rank_is_named(settings, one, two):
-    found = judged(one(**settings), two("rank-average", **settings)).finding
+    found = compare_runs(one(**settings), two("rank-average", **settings)).finding
     assert (found.step, found.stage, found.cause) == (0, "normalisation", "rank-average"), str(found)
 
 
 @pytest.mark.parametrize("dtype", ["", "autocast"])
 def test_absolute_positions_behind_left_padding_are_named(dtype, one, two):
     settings = {"left": True, "absolute": True, "dtype": dtype}
-    found = judged(one(**settings), two(**settings)).finding
+    found = compare_runs(one(**settings), two(**settings)).finding
     assert (found.step, found.stage, found.cause) == (2, "forward", "left-padding"), "where batches have other lengths"
 
 
@@ -69,5 +69,5 @@ def test_absolute_positions_behind_left_padding_are_named(dtype, one, two):
     ],
 )
 def test_a_mistake_among_padded_rows_is_named(mistake, step, stage, cause, one, two):
-    found = judged(one(), two(mistake)).finding
+    found = compare_runs(one(), two(mistake)).finding
     assert (found.step, found.stage, found.cause) == (step, stage, cause), str(found)

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.trace.record.names import WHOLE
 from lockstep.trace.record.samples import Batch, outcomes, outputs
-from lockstep.trace.record.samples import digested as digested_together
-from lockstep.trace.record.sums import SKETCH, WIDTH, ElementPlaces, summed
+from lockstep.trace.record.samples import digest as digested_together
+from lockstep.trace.record.sums import SKETCH, WIDTH, ElementPlaces, sum_pieces
 
 
 def digested(data):
@@ -26,8 +26,8 @@ def test_shards_add_up_to_the_whole(count, kind):
     tensor = torch.randn(count, generator=make, dtype=kind)
     cuts = sorted({0, count, *torch.randint(0, count + 1, (4,), generator=make).tolist()})
     pieces = [(tensor[begin:end], ElementPlaces(begin)) for begin, end in pairwise(cuts)]
-    digests, sums = numbers(summed(pieces))
-    whole, (expected,) = numbers(summed([(tensor, WHOLE)]))
+    digests, sums = numbers(sum_pieces(pieces))
+    whole, (expected,) = numbers(sum_pieces([(tensor, WHOLE)]))
     assert expected.shape == (WIDTH - 1,) == (1 + SKETCH,)
     assert int(digests.sum()) & 0xFFFFFFFF == int(whole)
     torch.testing.assert_close(sums.sum(0), expected, rtol=1e-5, atol=1e-3)
@@ -43,23 +43,23 @@ def test_shards_of_columns_add_up_to_the_whole(rows, columns, each):
         for at in range(0, columns, each)
         for top, end in ((0, half), (half, rows))
     ]
-    digests, sums = numbers(summed(pieces))
-    whole, (expected,) = numbers(summed([(tensor, WHOLE)]))
+    digests, sums = numbers(sum_pieces(pieces))
+    whole, (expected,) = numbers(sum_pieces([(tensor, WHOLE)]))
     assert int(digests.sum()) & 0xFFFFFFFF == int(whole)
     torch.testing.assert_close(sums.sum(0), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_a_digest_knows_every_bit_and_place():
     tensor = torch.randn(3000, generator=torch.Generator().manual_seed(1))
-    (before,), _ = numbers(summed([(tensor, WHOLE)]))
+    (before,), _ = numbers(sum_pieces([(tensor, WHOLE)]))
     for place in (0, 255, 256, 2999):
         for bit in (1, 1 << 22, -(1 << 31)):
             other = tensor.clone()
             other.view(torch.int32)[place] ^= bit
-            assert numbers(summed([(other, WHOLE)]))[0][0] != before
-    assert numbers(summed([(tensor.flip(0), WHOLE)]))[0][0] != before
+            assert numbers(sum_pieces([(other, WHOLE)]))[0][0] != before
+    assert numbers(sum_pieces([(tensor.flip(0), WHOLE)]))[0][0] != before
     half = tensor.bfloat16()
-    assert torch.equal(summed([(half, WHOLE)]), summed([(half.float(), WHOLE)]))
+    assert torch.equal(sum_pieces([(half, WHOLE)]), sum_pieces([(half.float(), WHOLE)]))
 
 
 def test_sketches_tell_how_far_two_tensors_are_apart():
@@ -68,7 +68,7 @@ def test_sketches_tell_how_far_two_tensors_are_apart():
     for far in (1e-3, 1.0):
         for _ in range(20):
             tensor, step = (torch.randn(2000, generator=make, dtype=torch.float64) for _ in range(2))
-            _, rows = numbers(summed([(tensor, WHOLE), (tensor + far * step, WHOLE)]))
+            _, rows = numbers(sum_pieces([(tensor, WHOLE), (tensor + far * step, WHOLE)]))
             shares.append(float((rows[1, 1:] - rows[0, 1:]).square().mean().sqrt() / (far * step.norm())))
     assert 0.3 < min(shares) < 1.0 < max(shares) < 2.0
     assert sum(shares) / len(shares) == pytest.approx(1.0, abs=0.15)

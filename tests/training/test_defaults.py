@@ -42,7 +42,7 @@ from lockstep.training.start.resolve import CheckpointFacts, Facts, StartFacts, 
 from lockstep.training.start.sharing import check_division
 from lockstep.training.state.parts import notify
 from lockstep.training.state.plan import RunPlan
-from lockstep.transforms.batchnorm import synchronised
+from lockstep.transforms.batchnorm import synchronise
 
 PLAIN = nn.Linear(2, 2)
 RAGGED = Ragged()
@@ -271,7 +271,7 @@ def test_what_is_warned_of():
 
 
 def test_few_samples_of_all_ranks_together_are_warned_of():
-    together = synchronised(copy.deepcopy(NORMED), pytest.fail)
+    together = synchronise(copy.deepcopy(NORMED), pytest.fail)
     few = chosen(Config(max_steps=60, batch_size=64, micro_batch_size=4), Ragged(), NORMED)
     assert plan_warnings(few, together, ranks=4) == []
     (line,) = plan_warnings(few, together, ranks=2)

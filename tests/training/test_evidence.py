@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from weighed import Restoring, Written, halved, trial_of, verdict_of
 
 from lockstep.training.trial.evidence import cut_rows, sketch, weigh
-from lockstep.training.trial.weight_moves import moved
+from lockstep.training.trial.weight_moves import move_weights
 from lockstep.transforms.precision import autocast
 
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.3, 10.0])
@@ -431,14 +431,14 @@ def test_moved_weights_come_back_bit_for_bit(dtype):
     tensors = [torch.randn(300, 300), torch.zeros(7), torch.ones(9), torch.randn(6, 4).t(), torch.zeros(3) * -1.0]
     tensors = [each.to(dtype) for each in tensors]
     before = [each.clone() for each in tensors]
-    with moved(tensors, 0):
+    with move_weights(tensors, 0):
         for now, then in zip(tensors, before, strict=True):
             change = (now.double() - then.double()).abs()
             assert change.max() > 0
             assert (change <= 0.02 * then.abs().double() + 0.06 * (then == 0) + 2e-6).all()
     assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors, before, strict=True))
     others = [torch.arange(4), torch.ones((), dtype=dtype), torch.ones(0)]
-    with moved(others, 0):
+    with move_weights(others, 0):
         assert torch.equal(others[0], torch.arange(4))
     assert others[1] == 1
 
@@ -450,7 +450,7 @@ def _bits(tensor):
 def test_complex_weights_move_too():
     weights = torch.randn(8, dtype=torch.complex64)
     before = weights.clone()
-    with moved([weights], 0):
+    with move_weights([weights], 0):
         assert not torch.equal(weights, before)
     assert torch.equal(weights, before)
 

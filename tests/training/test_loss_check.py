@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.task import set_detected
 from lockstep.training.trial.evidence import halve, sketch, weigh
 from lockstep.training.trial.loss_check import check_loss
-from lockstep.training.trial.weight_moves import moved
+from lockstep.training.trial.weight_moves import move_weights
 
 
 def network():
@@ -164,7 +164,7 @@ class Largest(TorchDispatchMode):
 def test_no_copy_of_a_tensor_is_made(dtype):
     tensors = [torch.randn(1 << 23).to(dtype).view(1 << 11, -1), torch.zeros(1 << 22, dtype=dtype)]
     with Largest() as largest:
-        with moved(tensors, 0):
+        with move_weights(tensors, 0):
             pass
         sketch(tensors[0], tensors[0])
     assert largest.bytes <= (1 << 22) * 4

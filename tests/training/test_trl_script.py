@@ -17,7 +17,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from lockstep.adapters.hf_trainer.flags import Script, asked  # noqa: E402
+from lockstep.adapters.hf_trainer.flags import Script, find_script  # noqa: E402
 from lockstep.training.hf_script import run_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
@@ -72,7 +72,7 @@ def test_the_yaml_file_is_checked_before_torch_is_loaded(tmp_path):
     for text, said in (("a: [", "is not a YAML file"), ("- 1", "must be one JSON object")):
         (tmp_path / "args.yaml").write_text(text)
         with refuses(ConfigError, "--hf-args", said):
-            asked({"hf_script": str(script), "hf_args": str(tmp_path / "args.yaml")}, {})
+            find_script({"hf_script": str(script), "hf_args": str(tmp_path / "args.yaml")}, {})
     (tmp_path / "args.yaml").write_text("max_steps: 4\n")
-    found = asked({"hf_script": str(script), "hf_args": str(tmp_path / "args.yaml")}, {})
+    found = find_script({"hf_script": str(script), "hf_args": str(tmp_path / "args.yaml")}, {})
     assert found == Script(script, tmp_path / "args.yaml")

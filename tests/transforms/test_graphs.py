@@ -326,7 +326,7 @@ def test_blocks_and_the_loss_are_what_is_taken_back():
         prepare(
             model, precision="float32", compile_model=True, device=CPU, chosen=Transforms(), blocks=list(model.blocks)
         )
-        precision.uncompiled(model)
+        precision.undo_compile(model)
         ids = torch.zeros(1, 4, dtype=torch.int64)
         model(ids, labels=ids).backward()
     assert seen.captured == 0

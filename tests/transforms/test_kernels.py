@@ -16,8 +16,8 @@ from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.run_state import RunState
 from lockstep.training.start.build_engine import build_model
-from lockstep.transforms import Transforms, attention, autocast, compiled, prepare
-from lockstep.transforms.attention import AS_TORCH, AttentionFacts, KernelOrder, described, facts_of, order_of
+from lockstep.transforms import Transforms, attention, autocast, compile_blocks, prepare
+from lockstep.transforms.attention import AS_TORCH, AttentionFacts, KernelOrder, describe, facts_of, order_of
 
 CPU = torch.device("cpu")
 MODULE = importlib.import_module("lockstep.transforms.attention")  # which the function of that name hides
@@ -73,7 +73,7 @@ def test_the_order_is_torchs_own_within_the_forward_alone(monkeypatch):
 
 def test_the_line_says_why_not_and_which_cudnn(monkeypatch):
     monkeypatch.setattr(MODULE, "facts_of", lambda device: AttentionFacts((9, 0), 91002, False))
-    line = described(
+    line = describe(
         GPT(SHAPE), "auto", torch.bfloat16, CPU, order_of(AttentionFacts((9, 0), 91002, False), masked=False)
     )
     assert line.startswith("attention: flash (2 heads of 16, bfloat16, causal, no mask); ")
@@ -89,7 +89,7 @@ def test_the_line_says_why_not_and_which_cudnn(monkeypatch):
             "not cudnn: with a mask it gives NaN before 9.26, and this task",
         ),
     ):
-        assert why in described(GPT(SHAPE), "auto", torch.bfloat16, CPU, order_of(facts, masked=masked), masked=masked)
+        assert why in describe(GPT(SHAPE), "auto", torch.bfloat16, CPU, order_of(facts, masked=masked), masked=masked)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_cudnn_is_allowed_where_not_known_to_be_wrong(monkeypatch, facts, masked
     order = order_of(facts, masked=masked)
     if refused:
         with pytest.raises(ConfigError, match="--attention cudnn"):
-            described(GPT(SHAPE), "cudnn", torch.bfloat16, CPU, order, masked=masked)
+            describe(GPT(SHAPE), "cudnn", torch.bfloat16, CPU, order, masked=masked)
     else:
-        assert described(GPT(SHAPE), "cudnn", torch.bfloat16, CPU, order, masked=masked)
+        assert describe(GPT(SHAPE), "cudnn", torch.bfloat16, CPU, order, masked=masked)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -125,7 +125,7 @@ def test_an_order_of_kernels_costs_no_graph(scope, graphs):
             model = GPT(SHAPE)
             attention(model, "auto", model.blocks, order)
             autocast(model, torch.bfloat16, "cpu")
-            compiled(model, list(model.blocks) if scope == "blocks" else ())
+            compile_blocks(model, list(model.blocks) if scope == "blocks" else ())
             ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
             for _ in range(2):
                 loss = model(ids, labels=ids)

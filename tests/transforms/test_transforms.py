@@ -13,7 +13,7 @@ from toys import Network
 
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.transforms import Transforms, attention, checkpointed, compiled, described, prepare
+from lockstep.transforms import Transforms, attention, checkpoint_blocks, compile_blocks, describe, prepare
 from lockstep.transforms.precision import check_policy
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def same(found, wanted):
 def test_activation_checkpointing_changes_no_bit(policy):
     plain, model = gpt(), gpt()
     names = list(model.state_dict())
-    checkpointed(model, policy, list(model.blocks))
+    checkpoint_blocks(model, policy, list(model.blocks))
     assert same(backward(model), backward(plain))
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -72,7 +72,7 @@ def test_it_saves_memory_and_selective_stands_between():
     sizes = {}
     for policy in ("none", "full", "every:2"):
         model = gpt()
-        sizes[policy] = kept(checkpointed(model, policy, list(model.blocks)))
+        sizes[policy] = kept(checkpoint_blocks(model, policy, list(model.blocks)))
     assert sizes["full"] < sizes["every:2"] < sizes["none"]
 
 
@@ -104,7 +104,7 @@ def test_selective_computes_no_product_again():
     counted = {}
     for policy in ("none", "full", "selective"):
         model = gpt()
-        counted[policy] = Counting(checkpointed(model, policy, list(model.blocks))).products()
+        counted[policy] = Counting(checkpoint_blocks(model, policy, list(model.blocks))).products()
     assert counted["selective"][0] == counted["none"][0] < counted["full"][0]
     assert counted["selective"][1] == counted["full"][1] == 2 * counted["none"][1]
 
@@ -112,7 +112,7 @@ def test_selective_computes_no_product_again():
 def test_every_takes_each_nth_block():
     model = gpt()
     before = [block.forward for block in model.blocks]
-    checkpointed(model, "every:2", list(model.blocks))
+    checkpoint_blocks(model, "every:2", list(model.blocks))
     assert [a == b.forward for a, b in zip(before, model.blocks, strict=True)] == [True, False, True]
 
 
@@ -124,8 +124,8 @@ def test_a_policy_that_is_none(policy):
 
 def test_blocks_that_are_not_known():
     with pytest.raises(ConfigError, match="the model has 0 known blocks.*blocks\\(model\\)"):
-        checkpointed(nn.Linear(2, 2), "full", [])
-    assert checkpointed(nn.Linear(2, 2), "none", [])
+        checkpoint_blocks(nn.Linear(2, 2), "full", [])
+    assert checkpoint_blocks(nn.Linear(2, 2), "none", [])
 
 
 # attention
@@ -144,24 +144,24 @@ def test_the_chosen_kernel_computes_and_results_agree():
 def test_a_recomputation_takes_the_same_kernel():
     plain, model = attention(gpt(), "math"), gpt()
     blocks = list(model.blocks)
-    checkpointed(attention(model, "math", blocks), "full", blocks)
+    checkpoint_blocks(attention(model, "math", blocks), "full", blocks)
     assert same(backward(model), backward(plain))
 
 
 def test_the_line_names_what_runs_and_why_not_another():
-    line = described(gpt(dropout=0.0), "auto", torch.float32, CPU)
+    line = describe(gpt(dropout=0.0), "auto", torch.float32, CPU)
     assert line == (
         "attention: flash (2 heads of 8, float32, causal, no mask); not cudnn: it has no CPU kernel; "
         "not efficient: it has no CPU kernel; not math: another is faster"
     )
-    line = described(gpt(), "auto", torch.float32, CPU)
+    line = describe(gpt(), "auto", torch.float32, CPU)
     assert line.startswith("attention: math (")
     assert "not flash: its CPU kernel has no dropout" in line
-    assert "not flash: --attention math" in described(gpt(dropout=0.0), "math", torch.float32, CPU)
-    line = described(gpt(dropout=0.0), "auto", torch.float32, CPU, masked=True)
+    assert "not flash: --attention math" in describe(gpt(dropout=0.0), "math", torch.float32, CPU)
+    line = describe(gpt(dropout=0.0), "auto", torch.float32, CPU, masked=True)
     assert "(2 heads of 8, float32, causal, a mask); not cudnn: " in line
-    assert described(nn.Linear(2, 2), "auto", torch.float32, CPU) is None
-    assert "4 heads of 4" in described(nn.TransformerEncoderLayer(16, 4), "auto", torch.float32, CPU)
+    assert describe(nn.Linear(2, 2), "auto", torch.float32, CPU) is None
+    assert "4 heads of 4" in describe(nn.TransformerEncoderLayer(16, 4), "auto", torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_line_names_what_runs_and_why_not_another():
 )
 def test_a_kernel_that_cannot_run_is_refused(choice, dropout, why):
     with pytest.raises(ConfigError, match=rf"--attention {choice} cannot run here: .*{why}; use auto, or .*math"):
-        described(gpt(dropout=dropout), choice, torch.float32, CPU)
+        describe(gpt(dropout=dropout), choice, torch.float32, CPU)
 
 
 # compile
@@ -194,8 +194,8 @@ def test_compiled_blocks_equal_eager(policy, backend, monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     plain, model = unseeded(), unseeded()
     blocks, names = list(model.blocks), list(model.state_dict())
-    checkpointed(model, policy, blocks)
-    assert compiled(model, blocks) is model
+    checkpoint_blocks(model, policy, blocks)
+    assert compile_blocks(model, blocks) is model
     tolerable(backward(model), backward(plain))
     assert list(model.state_dict()) == names
 
@@ -206,8 +206,8 @@ def test_compiled_blocks_equal_eager(policy, backend, monkeypatch):
 def test_a_whole_compiled_model_equals_eager(policy):
     torch._dynamo.reset()
     plain, model = unseeded(), unseeded()
-    checkpointed(model, policy, list(model.blocks))
-    tolerable(backward(compiled(model)), backward(plain))
+    checkpoint_blocks(model, policy, list(model.blocks))
+    tolerable(backward(compile_blocks(model)), backward(plain))
 
 
 @compiling
@@ -216,7 +216,7 @@ def test_selective_and_an_attention_kernel_under_compiled_blocks():
     torch._dynamo.reset()
     plain, model = attention(unseeded(), "math"), unseeded()
     blocks = list(model.blocks)
-    compiled(checkpointed(attention(model, "math", blocks), "selective", blocks), blocks)
+    compile_blocks(checkpoint_blocks(attention(model, "math", blocks), "selective", blocks), blocks)
     tolerable(backward(model), backward(plain))
 
 
@@ -235,7 +235,7 @@ def test_prepare_applies_the_order_and_says_what_it_chose():
     blocks = list(model.blocks)
     made = ready(model, precision="bf16", chosen=chosen, blocks=blocks, say=said.append)
     assert made is model
-    assert said == [described(model, "math", torch.bfloat16, CPU, masked=None)]
+    assert said == [describe(model, "math", torch.bfloat16, CPU, masked=None)]
     assert made(torch.zeros(1, 8, dtype=torch.int64)).dtype is torch.bfloat16
     assert {p.dtype for p in made.parameters()} == {torch.float32}
     assert {p.dtype for p in ready(GPT(SHAPE), precision="bf16-true").parameters()} == {torch.bfloat16}

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, ResumeError
 from lockstep.hooks import Hooks
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.training.start.resume import compare_plans
-from lockstep.transforms import autocast, checkpointed
+from lockstep.transforms import autocast, checkpoint_blocks
 from lockstep.transforms.weight_copies import CopiedLinear, WeightCopies, copies_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch._dynamo", "ignore:.*:UserWarning:torch._inductor")
@@ -278,7 +278,7 @@ def test_copies_serve_under_autocast_alone():
     copies = WeightCopies.of(model, BF16, narrow=False)
     copies.tensors[0].detach().fill_(torch.nan)
     x = torch.ones(2, 4)
-    with copies.used():
+    with copies.use():
         assert model(x).isfinite().all()
         with torch.autocast("cpu", torch.float16):
             assert model(x).isfinite().all()
@@ -338,7 +338,7 @@ def test_weight_changed_between_micro_batches_counts_at_once(narrow):
 @BOTH
 def test_backward_outside_accumulate_may_recompute_blocks(narrow):
     found, wanted, (x, y) = network(), network(), rows(8)
-    checkpointed(found, "full", [found])
+    checkpoint_blocks(found, "full", [found])
     for model in (found, wanted):
         made = made_of(model, narrow)
         with made.accumulate(True):
@@ -354,7 +354,7 @@ def test_the_weights_own_uses_keep_their_gradients_in_float32():
     copies = WeightCopies.of(model, BF16, narrow=False)
     copies.write()
     weight, x = model[0].weight, torch.ones(2, 4)
-    with copies.used(), torch.autocast("cpu", BF16):
+    with copies.use(), torch.autocast("cpu", BF16):
         (model(x).float().sum() + weight.square().sum()).backward()
     copies.hand_over()
     assert torch.equal(weight.grad, torch.full((4, 4), 2.0) + 2 * weight.detach())

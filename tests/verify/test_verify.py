@@ -379,6 +379,6 @@ def test_a_plan_that_is_too_short_is_refused():
 
 def test_a_proof_leaves_the_sinks_and_an_end_in_between_alone():
     asked = Config(**dict.fromkeys(SINK_FLAGS, True), stop_at=3, resume_anyway=True, batch_size=4)
-    plain = VerifyRequest(asked).resolved().config
+    plain = VerifyRequest(asked).resolve().config
     assert not any(getattr(plain, name) for name in (*SINK_FLAGS, "stop_at", "resume_anyway"))
     assert (plain.batch_size, plain.precision) == (4, "float64")

@@ -68,13 +68,13 @@ def test_what_is_not_asked_for_is_the_same_in_python_as_by_flags():
 
 def test_precision_is_float64_if_all_engines_have_it():
     def precision(engines=(), asked="", **changes):
-        return VerifyRequest(Config(**changes), engines=engines, precision=asked).resolved().config.precision
+        return VerifyRequest(Config(**changes), engines=engines, precision=asked).resolve().config.precision
 
     assert (precision(), precision(["ddp"])) == ("float64", "float64")
     assert precision(["ddp", "deepspeed"]) == "float32"
     assert precision(exact=True) == "float32"
     assert (precision(asked="bf16"), precision(exact=True, asked="bf16")) == ("bf16", "bf16")
-    assert set(VerifyRequest(Config()).resolved().engines) == {"single", "ddp", "fsdp", "zero"}
+    assert set(VerifyRequest(Config()).resolve().engines) == {"single", "ddp", "fsdp", "zero"}
 
 
 def test_row_has_the_largest_difference_of_any_rank_at_the_end(monkeypatch):
@@ -400,7 +400,7 @@ def recorded(folder, before=None, change=None, times=1):
     engine.times = times
     recorder = StepRecorder(engine, model, ReferenceWriter(TensorStore(folder), 2), torch.device("cpu"), before)
     stray = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with recorder.hooked():
+    with recorder.hook():
         stray.step()  # some other optimizer of the process, before the first step
         for _ in recorder.watch([(0, [SimpleNamespace(index=3, weight=1.0, items=2, data=torch.ones(2))])]):
             recorder.seeding(lambda *_: torch.manual_seed(1))(0, 3)

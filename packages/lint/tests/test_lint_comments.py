@@ -3,7 +3,7 @@
 import pytest
 from rule_examples import examples
 
-from lockstep_lint.analysis.index import bare, uncommented
+from lockstep_lint.analysis.index import bare, strip_comments
 from lockstep_lint.config import Config, default_codes
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text
@@ -49,6 +49,6 @@ def test_an_idle_import_is_no_wrapper():
 def test_a_hash_in_a_string_is_no_comment():
     text = "x = '#1'  # two\ny = \"\"\"#3\n# four\"\"\"  # five\nz = f'{a}#' + r'\\#'\n"
     kept = "x = '#1'  \ny = \"\"\"#3\n# four\"\"\"  \nz = f'{a}#' + r'\\#'\n"
-    assert uncommented(text) == kept
+    assert strip_comments(text) == kept
     assert bare(text).count("\n") == text.count("\n")
     assert "four" not in bare(text)

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep_lint.config import configure
-from lockstep_lint.output import folded, render
+from lockstep_lint.output import fold_hints, render
 from lockstep_lint.runner import check_text
 
 ALL = configure({}, "ALL", None)
@@ -130,8 +130,8 @@ def test_no_scaler_is_asked_for_where_no_gradient_is_kept():
 def test_a_moved_name_is_told_a_person_once_a_file():
     findings = told(MOVED, "LS029")
     assert len(findings) == 4
-    assert [finding.line for finding in folded(findings)] == [5]  # one line for the rule
-    assert "3 more places" in folded(findings)[0].message
+    assert [finding.line for finding in fold_hints(findings)] == [5]  # one line for the rule
+    assert "3 more places" in fold_hints(findings)[0].message
 
 
 @pytest.mark.parametrize("form", ["text", "github"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_lint.analysis.source import parsed
+from lockstep_lint.analysis.source import parse_text
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
 
@@ -26,4 +26,4 @@ def test_the_argument_of_python_before_3_7(first, lines):
 @pytest.mark.parametrize("text", ["async = 1\nx = (", "f(async=)", "async def f(:\n    pass"])
 def test_async_that_no_python_parses(text):
     with pytest.raises(SyntaxError):
-        parsed(text)
+        parse_text(text)

@@ -13,7 +13,7 @@ from rule_examples import all_examples, examples
 from lockstep_lint.analysis import budget
 from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.command import command
-from lockstep_lint.fixes import proposed
+from lockstep_lint.fixes import apply_proposals
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text
 
@@ -104,7 +104,7 @@ def test_nothing_is_written_that_the_pinned_torch_lacks(tmp_path, capsys):
 
 
 def unsafe(text):
-    return proposed(text, [finding.proposal for finding in check_text(text)])
+    return apply_proposals(text, [finding.proposal for finding in check_text(text)])
 
 
 def rules(text):
@@ -196,7 +196,7 @@ def test_no_proposal_makes_a_new_mistake(tmp_path):
     changed = 0
     for text in texts:
         found = check_text(text)
-        after = proposed(text, [finding.proposal for finding in found])
+        after = apply_proposals(text, [finding.proposal for finding in found])
         changed += after != text
         assert after == text or rules(after) <= {finding.rule for finding in found}, after
     assert changed > 10
@@ -237,4 +237,4 @@ def test_proposals_on_one_place_do_not_mix():
     from lockstep_lint.finding import Change
 
     one, two, broken = Change(2, 1, ("y = 2",)), Change(2, 1, ("z = 3",)), Change(1, 1, ("def",))
-    assert proposed(text, [(one,), (two,), (broken,)]) == "import torch\ny = 2\n"
+    assert apply_proposals(text, [(one,), (two,), (broken,)]) == "import torch\ny = 2\n"

@@ -32,13 +32,13 @@ __all__ = [
     "DataSource",
     "StoredTensor",
     "attach",
-    "attached",
     "check_contents",
     "check_headers",
     "check_sizes",
     "data_files",
     "detach",
     "find_damage",
+    "find_source",
     "find_strays",
     "index_files",
     "is_marked",
@@ -105,7 +105,7 @@ def detach(path: Path) -> None:
     _SOURCES.pop(path, None)
 
 
-def attached(path: Path) -> DataSource | None:
+def find_source(path: Path) -> DataSource | None:
     """Return what `attach` was called with; None without one."""
     return _SOURCES.get(path)
 
@@ -132,7 +132,7 @@ def verify(path: Path) -> list[str]:
     try:
         manifest = read_manifest(path)
         problems = resume_problems(path, manifest) + find_strays(path, manifest)
-        problems += source.problems if (source := attached(path)) else []
+        problems += source.problems if (source := find_source(path)) else []
         problems += find_damage(path, manifest, list(manifest.files))
         if not problems:
             check_contents(path, manifest)
@@ -149,7 +149,7 @@ def verify_data(path: Path) -> list[str]:
 
     Of a checkpoint that is attached to a source it reads all data there.
     """
-    source = attached(path)
+    source = find_source(path)
     if source:
         return source.verify()
     return verify(path)
@@ -184,7 +184,7 @@ def check_sizes(path: Path, manifest: Manifest) -> list[str]:
     Only JSON files are read, to compare their checksums.
     """
     problems = []
-    for name, entry in _sorted(manifest):
+    for name, entry in _sort_files(manifest):
         problems.append(
             file_damage(path / name, entry["size"], None if name.endswith(".safetensors") else entry["xxh3_64"])
         )
@@ -199,13 +199,13 @@ def find_damage(path: Path, manifest: Manifest, names: list[str], on_read: OnRea
     """
     chosen = set(_here(path, names))
     problems = []
-    for name, entry in _sorted(manifest):
+    for name, entry in _sort_files(manifest):
         if name in chosen:
             problems.append(file_damage(path / name, entry["size"], entry["xxh3_64"], on_read))
     return [problem for problem in problems if problem]
 
 
-def _sorted(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
+def _sort_files(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
     return sorted(manifest.files.items())
 
 

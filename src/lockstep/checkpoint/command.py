@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint.check import StoredTensor, attached, is_marked, read_contents, verify_data
+from lockstep.checkpoint.check import StoredTensor, find_source, is_marked, read_contents, verify_data
 from lockstep.checkpoint.foreign import open_foreign, select_names
 from lockstep.checkpoint.format import itemsize, read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, save, verify
@@ -196,7 +196,7 @@ def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:
         if name.startswith("model/"):
             model.append(tensor)
     rows: dict[str, Any] = {
-        "checkpoint": f"{folder}, {path.name}" if attached(path) else path,
+        "checkpoint": f"{folder}, {path.name}" if find_source(path) else path,
         "step": manifest.step,
         "epoch": _epoch(path),
         "world size": manifest.world,

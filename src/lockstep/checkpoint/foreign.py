@@ -402,7 +402,7 @@ def _open_dcp(path: Path) -> ForeignWeights:
     }
 
     # DCP is imported late, so mypy does not know the base class.
-    class Reader(dcp.FileSystemReader):  # type: ignore[misc, name-defined]
+    class MetadataReader(dcp.FileSystemReader):  # type: ignore[misc, name-defined]
         """Takes the metadata that was read above; torch's own would run its pickle."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Any:
@@ -413,7 +413,7 @@ def _open_dcp(path: Path) -> ForeignWeights:
     helpers = importlib.import_module("torch.distributed.checkpoint.planner_helpers")
 
     # Here too mypy does not know the base class.
-    class Part(dcp.DefaultLoadPlanner):  # type: ignore[misc, name-defined]
+    class BoxPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc, name-defined]
         """Fills one tensor with a box of a stored one.
 
         It reads the chunks that overlap the box.
@@ -436,13 +436,13 @@ def _open_dcp(path: Path) -> ForeignWeights:
         tensor = torch.empty(sizes, dtype=getattr(torch, forms[name].dtype))
         box = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         try:
-            reader = Reader(path)
+            reader = MetadataReader(path)
             reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
             if tensor.numel():
                 items = helpers.create_read_items_for_chunk_list(name, entries[name], [box])
             else:
                 items = []
-            reader.read_data(dcp.planner.LoadPlan(items), Part(tensor)).wait()
+            reader.read_data(dcp.planner.LoadPlan(items), BoxPlanner(tensor)).wait()
         except (dcp.CheckpointException, RuntimeError, AssertionError, EOFError) as error:
             raise CheckpointError(f"{label}: {printable(name, 120)} cannot be read: its data is damaged") from error
         return tensor
@@ -471,7 +471,7 @@ def write_dcp(folder: Path, tensors: dict[str, Tensor]) -> None:
 # --- names
 
 
-def _unwrapped(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
 
 
@@ -483,7 +483,7 @@ def _plain_names(weights: ForeignWeights) -> dict[str, str]:
     """
     plain: dict[str, str] = {}
     for name in (*weights.tensors, *weights.aliases):
-        short = _unwrapped(name)
+        short = _strip_wrappers(name)
         if short in plain:
             raise CheckpointError(
                 f"{printable(str(weights.path))}: {printable(name, 120)} and {printable(plain[short], 120)} "

@@ -23,11 +23,11 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.check import (
     StoredTensor,
-    attached,
     check_headers,
     check_sizes,
     data_files,
     find_damage,
+    find_source,
     index_files,
     read_contents,
 )
@@ -94,7 +94,7 @@ def load(
     # Collective.
     contents = on_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified, leave), signs=LONG)
     # A rank whose folder has all files must take part too, because the download is collective.
-    if world and any(world.gather(attached(path) is not None)):
+    if world and any(world.gather(find_source(path) is not None)):
         _fetch_whole(path, tensors, contents, world)  # collective
     on_all_ranks(everybody, lambda: _fill_all(path, tensors, contents), signs=LONG)  # collective
 
@@ -107,7 +107,7 @@ def _check_files(
     leave: Callable[[str], bool],
 ) -> dict[str, StoredTensor]:
     manifest = read_manifest(path)
-    source = attached(path)
+    source = find_source(path)
     if world is None and not source:
         _raise_damage(check_sizes(path, manifest))
     else:
@@ -254,7 +254,7 @@ def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[st
     names = sorted(total)[ranks.index(world.rank) :: len(ranks)]
 
     def fetch() -> None:
-        source = attached(path)
+        source = find_source(path)
         manifest = read_manifest(path)
         for name in names if source else ():
             if not (path / name).exists() or find_damage(path, manifest, [name]):
@@ -298,7 +298,7 @@ Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]
 def _reader(path: Path, stack: ExitStack) -> Read:
     """Return a function that reads parts of slices through memory maps that `stack` closes."""
 
-    source = attached(path)
+    source = find_source(path)
 
     @cache
     def open_file(file: str) -> Any:

@@ -329,11 +329,11 @@ class RemoteRun:
             sent = sum(int(manifest.files[file]["size"]) for file in files)
         if not last:
             return sent
-        if self._noted(notes, manifest) < manifest.files.keys():
+        if self._find_noted(notes, manifest) < manifest.files.keys():
             return None
         return self._finish(name, notes, manifest)
 
-    def _noted(self, notes: str, manifest: Manifest) -> set[str]:
+    def _find_noted(self, notes: str, manifest: Manifest) -> set[str]:
         """Return the files of this manifest that the nodes have noted as uploaded."""
         files: set[str] = set()
         for note in self._sizes(notes):

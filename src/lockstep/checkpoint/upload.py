@@ -273,7 +273,7 @@ class Uploader:
     def _missing(self) -> str:
         local = set(list_steps(self._folder))
         there = self._there | self._uploaded.keys()
-        kept = self._kept(local | there, self._is_marked_here)
+        kept = self._select_kept(local | there, self._is_marked_here)
         steps = []
         for step in local & kept:
             if not self._is_uploaded(step):
@@ -369,7 +369,7 @@ class Uploader:
                 return
             there = self._there = set(self._remote.steps())
             self._uploaded = {step: checksum for step, checksum in self._uploaded.items() if step in there}
-            kept = self._kept({*list_steps(self._folder), *there}, self._is_marked)
+            kept = self._select_kept({*list_steps(self._folder), *there}, self._is_marked)
             for step in sorted(kept, reverse=True):
                 if not self._upload(step):
                     return
@@ -385,7 +385,7 @@ class Uploader:
         """Remove from the store what the retention drops, and unfinished uploads."""
         self._there = there
         # The retention chooses among stored checkpoints only, so a missing one replaces none of them.
-        stay = self._kept(there, self._is_marked)
+        stay = self._select_kept(there, self._is_marked)
         gone = sorted(there - stay)
         leftovers = self._remote.leftovers()
         # Read last, because another node uploads only what rank 0 has published.
@@ -395,7 +395,7 @@ class Uploader:
         for step in gone:
             self._uploaded.pop(step, None)
 
-    def _kept(self, steps: set[int], marked: Callable[[int], bool]) -> set[int]:
+    def _select_kept(self, steps: set[int], marked: Callable[[int], bool]) -> set[int]:
         return kept_steps(sorted(steps), marked, last=self._keep, best=self._best, every=self._every)
 
     def _is_marked(self, step: int) -> bool:

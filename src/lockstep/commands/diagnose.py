@@ -135,7 +135,7 @@ def profile_command(argv: list[str]) -> int:
         return int(end.code or 0)
     if args["read"]:
         read = importlib.import_module("lockstep.diagnose.profile.reading").read_all(Path(args["read"]))
-        print(importlib.import_module("lockstep.diagnose.profile.verdict").judged(read))
+        print(importlib.import_module("lockstep.diagnose.profile.verdict").judge(read))
         return 0
     for name, least in (("steps", 1), ("warmup", 0)):
         if not least <= args[name] <= 900:
@@ -187,7 +187,7 @@ def scale_command(argv: list[str]) -> int:
         ConfigError: an invalid flag of scale or of train; exit code 2, and nothing was started.
         LockstepError: a run failed; the measurements so far are printed first.
     """
-    scale_flags, flags = _split(argv)
+    scale_flags, flags = _split_flags(argv)
     try:
         args = _scale_parser().read(scale_flags)
         if args.runs:
@@ -223,7 +223,7 @@ def _of_runs(args: argparse.Namespace, flags: list[str]) -> int:
     return code
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split the flags of scale from those of train, which follow `--` or `-- train`."""
     if "--" not in argv:
         if "train" in argv:

@@ -63,7 +63,7 @@ def script_command(name: str, argv: list[str]) -> int:
     stem = Path((scripts or program)[0]).stem
     out = args.out or f"outputs/{stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, created = new_folder(out, _MARK, {"command": name, "scripts": scripts})
-    traces = _Traces(folder, span) if span else None
+    traces = _ProfileTraces(folder, span) if span else None
     variables = {
         "LOCKSTEP_RECORDER": "lockstep.diagnose.script",
         SETTINGS_VARIABLE: json.dumps({"folder": str(folder), "trace": span}),
@@ -127,7 +127,7 @@ def _say(name: str, text: str) -> None:
     print(f"lockstep {name}: {text}", file=sys.stderr, flush=True)
 
 
-class _Traces:
+class _ProfileTraces:
     """The traces of `profile`, judged as soon as the last rank has written its own.
 
     Attributes:
@@ -162,7 +162,7 @@ class _Traces:
             ConfigError: a rank's trace is missing, damaged, or has other steps.
         """
         traces = importlib.import_module("lockstep.diagnose.profile.reading").read_all(self.folder)
-        verdict = importlib.import_module("lockstep.diagnose.profile.verdict").judged(traces)
+        verdict = importlib.import_module("lockstep.diagnose.profile.verdict").judge(traces)
         self.judged = True
         print(verdict, file=sys.stderr, flush=True)
         try:
@@ -204,7 +204,7 @@ def _steps(folder: Path) -> int:
     return int(start.last - start.first)
 
 
-def _profile(folder: Path, _: argparse.Namespace, traces: _Traces | None) -> str:
+def _profile(folder: Path, _: argparse.Namespace, traces: _ProfileTraces | None) -> str:
     assert traces is not None
     if traces.judged:
         return ""
@@ -223,12 +223,12 @@ def _profile(folder: Path, _: argparse.Namespace, traces: _Traces | None) -> str
     return ""
 
 
-def _goodput(folder: Path, args: argparse.Namespace, _: _Traces | None) -> str:
+def _goodput(folder: Path, args: argparse.Namespace, _: _ProfileTraces | None) -> str:
     importlib.import_module("lockstep.report.goodput").show(folder, as_json=args.json)
     return ""
 
 
-def _report(folder: Path, _: argparse.Namespace, __: _Traces | None) -> str:
+def _report(folder: Path, _: argparse.Namespace, __: _ProfileTraces | None) -> str:
     path = folder / "report.html"
     try:
         # Imported late: it loads torch.

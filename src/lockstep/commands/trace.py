@@ -20,7 +20,7 @@ from lockstep.config.cli import Parser
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import write_whole
-from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.judge import compare_runs
 from lockstep.trace.compare.reading import FOLDER_FILE, FORMAT, NO_STEP, TraceError, read, summary
 
 __all__ = [
@@ -41,7 +41,7 @@ def compare_command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     try:
-        verdict = judged(*(read(Path(name).expanduser()) for name in (args.one, args.two)))
+        verdict = compare_runs(*(read(Path(name).expanduser()) for name in (args.one, args.two)))
     except TraceError as error:
         raise ConfigError(printable(str(error))) from None
     if args.json:
@@ -107,7 +107,7 @@ def trace_command(argv: list[str]) -> int:
     try:
         code = run_attached("trace", program, environment).code
     except ConfigError:
-        _removed(folder, created)
+        _remove(folder, created)
         raise
     if code:
         _say(f"the command ended with exit code {code}")
@@ -117,7 +117,7 @@ def trace_command(argv: list[str]) -> int:
             scripts.append(word)
     record = {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps, "scripts": scripts}
     try:
-        _ended(folder, created, record)
+        _finish(folder, created, record)
     except OSError as error:
         # The disk is full, or the command has removed the folder. The command's exit code is kept.
         _say(f"{printable(str(folder))}: {error.strerror or error}; the trace may be incomplete")
@@ -127,18 +127,18 @@ def trace_command(argv: list[str]) -> int:
     return code
 
 
-def _ended(folder: Path, created: bool, record: dict[str, Any]) -> None:
+def _finish(folder: Path, created: bool, record: dict[str, Any]) -> None:
     """Print a summary of the recording; remove the folder if nothing was recorded."""
     # Keep a folder that existed before, even if nothing was recorded.
     if created and not any(path.name != FOLDER_FILE for path in folder.iterdir()):
-        _removed(folder, created)
+        _remove(folder, created)
         _say(f"nothing was recorded, removed {printable(str(folder))}: {NO_STEP}")
         return
     write_whole(folder / FOLDER_FILE, json.dumps({"format": FORMAT, **record}) + "\n")
     _say(summary(folder))
 
 
-def _removed(folder: Path, created: bool) -> None:
+def _remove(folder: Path, created: bool) -> None:
     (folder / FOLDER_FILE).unlink()
     if created:
         folder.rmdir()

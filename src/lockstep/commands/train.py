@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
     cli.build(cli.apply_preset(options))
     read_starter(os.environ)
     failures.note_interrupt("interrupted before the run began: this start saved nothing")
-    script = flags.asked(args, options)
+    script = flags.find_script(args, options)
     if script:
         _check_alone(args)
         import_training()
@@ -72,9 +72,7 @@ def config_and_task(options: Mapping[str, Any]) -> tuple[Config, Any]:
     config = cli.build(cli.apply_preset(dict(options)))
     if not config.task.startswith(LIGHTNING):
         return config, None
-    result: tuple[Config, Any] = importlib.import_module("lockstep.adapters.lightning.convert").configured(
-        dict(options)
-    )
+    result: tuple[Config, Any] = importlib.import_module("lockstep.adapters.lightning.convert").configure(dict(options))
     return result
 
 

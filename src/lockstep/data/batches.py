@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, Self, final, runtime_checkable
 from lockstep.clock import trace_mark
 from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
-from lockstep.data.loader import Drawing, Fetch, Fetching, Key, Loader, Loading, blamed, draws, seed_everything
+from lockstep.data.loader import Drawing, Fetch, Fetching, Key, Loader, Loading, blame, draws, seed_everything
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.exchange import Turns
 from lockstep.distributed.world import World
@@ -321,7 +321,7 @@ class Batches:
         self.epoch_starts.call(self.epoch_starts.epoch(self.step_plan, step))
         return self.epoch_starts.end(self.step_plan, step)
 
-    def trained(self, start: int, stop: int) -> Generator[tuple[int, MicroBatch], None, None]:
+    def replace_empty(self, start: int, stop: int) -> Generator[tuple[int, MicroBatch], None, None]:
         """Yield `micro` before step `stop`, but replace micro-batches whose mean would be 0 / 0.
 
         `from_step` groups this stream by step. A micro-batch without items has nothing to learn from, but its forward
@@ -506,7 +506,7 @@ class StepLoader:
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._source = batches
-        self._stream = batches.trained(start, start)
+        self._stream = batches.replace_empty(start, start)
         # The step before which the current stream of batches ends.
         self._stream_end = start
         self._steps = batches.step_plan.steps
@@ -579,7 +579,7 @@ class StepLoader:
             # The running loader processes have the dataset as it was in the epoch before.
             self._stream.close()
             self._stream_end = self._source.start_epoch(step)
-            self._stream = self._source.trained(step, self._stream_end)
+            self._stream = self._source.replace_empty(step, self._stream_end)
         with trace_mark("load"):
             self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
         if self._leads and len(self._ready) == 1:
@@ -618,7 +618,7 @@ class MicroBatchCosts:
         self._plan = step_plan
         self._cache: dict[int, tuple[float, ...]] = {}
 
-    def known(self) -> bool:
+    def is_estimated(self) -> bool:
         """Whether the task estimates costs, by its first micro-batch. Raises what `work` raises."""
         first_step = self._plan.origin.step
         a, b = self._plan.positions(first_step, 0)
@@ -659,7 +659,7 @@ class MicroBatchCosts:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("work", error, f"step {step + 1}, samples {samples[:8]}") from error
+            raise blame("work", error, f"step {step + 1}, samples {samples[:8]}") from error
 
     def _cost(self, samples: list[int], step: int) -> float:
         cost = self._estimate(samples, step)

@@ -126,7 +126,7 @@ _OPEN: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.GzipFile,
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
-    ".zst": lambda path: io.BufferedReader(_Forward(path)),
+    ".zst": lambda path: io.BufferedReader(_ZstandardFile(path)),
 }
 
 
@@ -197,7 +197,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-class _Forward(io.RawIOBase):
+class _ZstandardFile(io.RawIOBase):
     """A Zstandard file with seeks, each of which reads from the start."""
 
     def __init__(self, path: Path) -> None:

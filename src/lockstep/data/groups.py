@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lockstep.data.batches import Batches, MicroBatch, slots
-from lockstep.data.loader import Drawing, Key, Loader, Loading, blamed
+from lockstep.data.loader import Drawing, Key, Loader, Loading, blame
 from lockstep.data.sampler import (
     CACHED_EPOCHS,
     Begun,
@@ -314,7 +314,7 @@ def lengths_of(task: Task, dataset: Any) -> NDArray[np.int64]:
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed("work", error, "a sample alone") from error
+        raise blame("work", error, "a sample alone") from error
 
 
 @final

@@ -53,7 +53,7 @@ __all__ = [
     "Key",
     "Loader",
     "Loading",
-    "blamed",
+    "blame",
     "check_dataset",
     "collate_draws",
     "draws",
@@ -138,7 +138,7 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
         )
 
 
-class _Batch(NamedTuple):
+class _DatasetBatch(NamedTuple):
     """Samples that were loaded as one batch, as torch collates them."""
 
     data: Any
@@ -186,14 +186,14 @@ class Fetch:
         return samples
 
     def _load_samples(self, key: Key) -> Any:
-        """Load the samples of a micro-batch: a list of them, or a `_Batch`."""
+        """Load the samples of a micro-batch: a list of them, or a `_DatasetBatch`."""
         if self._draws:
             return [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
         if self._rows:
             # A sample cannot be read: the code below retries, skips or names it.
             with suppress(Exception):
                 if not self._collates and (batch := self._rows.batch(key.samples)) is not None:
-                    return _Batch(batch)
+                    return _DatasetBatch(batch)
                 if self._collates and (rows := self._rows.samples(key.samples)) is not None:
                     return rows
         if self._many:
@@ -210,7 +210,7 @@ class Fetch:
 
     def finish(self, loaded: Any, key: Key) -> tuple[Any, float]:
         """Make the batch of what `load` returned, and count its items."""
-        if type(loaded) is _Batch:
+        if type(loaded) is _DatasetBatch:
             return loaded.data, self._items(loaded.data, [], len(key.samples), key)
         return self.collate(loaded, len(key.samples), key)
 
@@ -225,7 +225,7 @@ class Fetch:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("collate", error, self._location(key)) from error
+            raise blame("collate", error, self._location(key)) from error
         return data, self._items(data, samples, count, key)
 
     def _items(self, data: Any, samples: list[Any], count: int, key: Key) -> float:
@@ -268,7 +268,7 @@ class Fetch:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("count", error, self._location(key)) from error
+            raise blame("count", error, self._location(key)) from error
         if items is None:
             raise DataError(
                 f"the task's `count` returned {describe_count(value)} at {self._location(key)}; return one finite "
@@ -303,7 +303,7 @@ class Drawing:
         return (data, before is not None and before != generator_states()), items
 
 
-def blamed(method: str, error: Exception, location: str) -> DataError:
+def blame(method: str, error: Exception, location: str) -> DataError:
     """Describe an error in a user's method in one line.
 
     It names the method, the place, the error and its source line. The want of shared memory is no fault of the method.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lockstep.data.sampler import Indices, permute
 from lockstep.seeds import derive
 
-__all__ = ["UNIT", "Block", "Draws", "Schedule", "SourceBlock"]
+__all__ = ["UNIT", "Draws", "PositionBlock", "Schedule", "SourceBlock"]
 
 # Weights are rounded to millionths, so that constant ones repeat after a whole number of blocks.
 UNIT = 1_000_000
@@ -30,7 +30,7 @@ _BLOCK = 1000
 _BLOCKS = 1000
 
 
-class Block(NamedTuple):
+class PositionBlock(NamedTuple):
     """A block of positions.
 
     Attributes:
@@ -45,7 +45,7 @@ class Block(NamedTuple):
     counts: Indices
 
 
-class _Part:
+class _ScheduleSegment:
     """A part of the schedule with linear weights, or, at its end, constant ones.
 
     Args:
@@ -85,14 +85,14 @@ class _Part:
         counts: Indices = self._before + self._counts[-1]
         return counts
 
-    def block(self, position: int) -> Block:
+    def block(self, position: int) -> PositionBlock:
         """Return the block of a position."""
         periods, offset = divmod(position - self.start, self._bounds[-1])
         number = bisect_right(self._bounds, offset) - 1
         start = position - offset + self._bounds[number]
         before = self._before + periods * self._counts[-1] + self._counts[number]
         counts = self._counts[number + 1] - self._counts[number]
-        return Block(start, start + self._bounds[number + 1] - self._bounds[number], before, counts)
+        return PositionBlock(start, start + self._bounds[number + 1] - self._bounds[number], before, counts)
 
 
 def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> Indices:
@@ -137,16 +137,18 @@ class Schedule:
         before = np.zeros(len(points[0][1]), dtype=np.int64)
         points = [(0, points[0][1]), *points]
         blocks = max(10, _BLOCKS // len(points))
-        self._parts: list[_Part] = []
+        self._parts: list[_ScheduleSegment] = []
         for (start, first_shares), (following, last_shares) in pairwise(points):
             if start < following:
-                self._parts.append(_Part(start, following - start, first_shares, last_shares, before, blocks))
+                self._parts.append(
+                    _ScheduleSegment(start, following - start, first_shares, last_shares, before, blocks)
+                )
                 before = self._parts[-1].after
         start, last_shares = points[-1]
-        self._parts.append(_Part(start, 0, last_shares, last_shares, before))
+        self._parts.append(_ScheduleSegment(start, 0, last_shares, last_shares, before))
         self._starts = [schedule_part.start for schedule_part in self._parts]
 
-    def block(self, position: int) -> Block:
+    def block(self, position: int) -> PositionBlock:
         """Return the block of a position."""
         return self._parts[bisect_right(self._starts, position) - 1].block(position)
 
@@ -208,7 +210,7 @@ class Draws:
         return sources, numbers
 
 
-def _draw(block: Block, key: int) -> SourceBlock:
+def _draw(block: PositionBlock, key: int) -> SourceBlock:
     size = block.stop - block.start
     ends = np.cumsum(block.counts)
     sources = np.searchsorted(ends, permute(np.arange(size), size, key), side="right")

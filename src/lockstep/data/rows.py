@@ -50,7 +50,7 @@ def rows_of(dataset: Any) -> Rows | None:
     if type(dataset) is TensorDataset:
         rows = _TensorRows(dataset)
     elif is_hub_dataset(dataset):
-        rows = _HubRows(dataset)
+        rows = _DatasetRows(dataset)
     if rows and maps:
         return _SubsetRows(rows, maps)
     return rows
@@ -127,7 +127,7 @@ def _check_range(indices: Sequence[int], size: int) -> None:
 
 
 @final
-class _HubRows:
+class _DatasetRows:
     """Rows of a Hugging Face `Dataset`, read in one look-up of its table."""
 
     def __init__(self, dataset: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lockstep.data.loader import blamed, generators_kept, seed_everything, seeded_alike
+from lockstep.data.loader import blame, generators_kept, seed_everything, seeded_alike
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
@@ -440,7 +440,7 @@ def draw_seeded(sampler: Any, seed: int, epoch: int, read: Callable[[Any], _T]) 
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed("order", error, f"epoch {epoch}") from error
+        raise blame("order", error, f"epoch {epoch}") from error
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
@@ -480,7 +480,7 @@ class CheckedOrder:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("order", error, span) from error
+            raise blame("order", error, span) from error
         if not isinstance(result, tuple) or len(result) != 2:
             raise DataError(
                 f"`at` of `order` returned {_type_name(result)} for {span}; return two arrays, the epochs and samples"
@@ -507,7 +507,7 @@ def draw_order(task: Task, samples: int, seed: int) -> Any:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("order", error, f"order({samples}, {seed})") from error
+            raise blame("order", error, f"order({samples}, {seed})") from error
 
 
 def order_of(task: Task, samples: int, seed: int) -> SizedOrder:

@@ -358,7 +358,7 @@ class ShardCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Many processes may need the file at once: one makes it, and the others wait for the lock.
-            with _held(self.folder / f".{name}.making"):
+            with _hold(self.folder / f".{name}.making"):
                 if not _use(path):
                     if path.exists():
                         _LOG.warning("%s was changed or damaged in the cache; it is made again", path)
@@ -462,7 +462,7 @@ class ShardCache:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
+def _hold(path: Path) -> Iterator[None]:
     """Hold a lock file, and remove it at the end."""
     with FileLock(path):
         try:

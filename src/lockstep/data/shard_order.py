@@ -56,7 +56,7 @@ class PlacedOrder(SizedOrder, Protocol):
         """
 
 
-class Lanes(NamedTuple):
+class LanePositions(NamedTuple):
     """The positions of samples in the lanes of their micro-batches.
 
     int64 arrays, all of one shape.
@@ -74,11 +74,11 @@ class Lanes(NamedTuple):
     width: Indices
 
 
-def lanes_of(positions: Indices, geometry: Geometry) -> Lanes:
+def lanes_of(positions: Indices, geometry: Geometry) -> LanePositions:
     """Return the lanes of positions: one for each micro-batch of a step."""
     steps, offsets = np.divmod(positions, geometry.size)
     first = offsets // geometry.micro_size * geometry.micro_size
-    return Lanes(steps, first, offsets - first, np.minimum(geometry.micro_size, geometry.size - first))
+    return LanePositions(steps, first, offsets - first, np.minimum(geometry.micro_size, geometry.size - first))
 
 
 class _Tape(NamedTuple):

@@ -346,7 +346,7 @@ class _Access:
             DataError: the shard is missing, was changed or is damaged.
             StorageError: its store does not answer.
         """
-        with self.explained(file):
+        with self.explain(file):
             return self._local(file)
 
     def _local(self, file: ShardFile) -> tuple[Path, Path | None]:
@@ -354,7 +354,7 @@ class _Access:
         if self.store.is_local:
             path = self._check_local(file)
         else:
-            path = self._fetched(file)
+            path = self._fetch(file)
         if self.store.is_local and form.replaces and form.prepared(file, path):
             source = path
             size = file.unpacked or _UNPACKED * file.size
@@ -389,7 +389,7 @@ class _Access:
             self.cache.get(f"{key}.verified", 0, verify)
         return path
 
-    def _fetched(self, file: ShardFile) -> Path:
+    def _fetch(self, file: ShardFile) -> Path:
         form = self.form
 
         def make(part: Path) -> None:
@@ -415,43 +415,43 @@ class _Access:
         if not self.store.is_local:
             if (samples := self.form.count_from_size(file.size)) >= 0:
                 return ShardSummary(samples)
-            with self.explained(file), self.store.system.open(file.path, "rb") as remote:
+            with self.explain(file), self.store.system.open(file.path, "rb") as remote:
                 summary = self.form.peek(remote)
             if summary.samples >= 0:
                 return summary
         for _ in range(_TRIES):
             path, beside = self.local(file)
-            with self.explained(file), suppress(FileNotFoundError):
+            with self.explain(file), suppress(FileNotFoundError):
                 return self.form.count(beside or path)
-        raise self._evicted(f"the shard {file.label}")
+        raise self._build_eviction_error(f"the shard {file.label}")
 
     def open(self, file: ShardFile) -> OpenShard:
         """Open a shard. Raises DataError, in one line, for any that cannot be read."""
         for _ in range(_TRIES):
             path, beside = self.local(file)
-            with self.explained(file):
+            with self.explain(file):
                 try:
                     shard = self.form.open(path, beside)
                 except FileNotFoundError:
                     continue
                 file.check_samples(shard.samples)
                 return shard
-        raise self._evicted(f"the shard {file.label}")
+        raise self._build_eviction_error(f"the shard {file.label}")
 
     def read(self, name: str, make: Callable[[Path], None]) -> bytes:
         """Return the content of a small file in the cache; arguments as of `ShardCache.get`."""
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):
                 return self.cache.get(name, 0, make).read_bytes()
-        raise self._evicted(name)
+        raise self._build_eviction_error(name)
 
-    def _evicted(self, label: str) -> DataError:
+    def _build_eviction_error(self, label: str) -> DataError:
         return DataError(
             f"{label} was removed from the cache {self.cache.folder} {_TRIES} times before it could be read; raise "
             "`cache_size`"
         )
 
-    def explained(self, *files: ShardFile) -> "_Explained":
+    def explain(self, *files: ShardFile) -> "_Explained":
         """Context manager that names the shards in any error."""
         return _Explained(files, self.form.name)
 
@@ -500,7 +500,7 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
         # The numbers came from an index, and may not belong to these files.
         for file in files:
             if not access.form.prepared(file, None):
-                with access.explained(file):
+                with access.explain(file):
                     file.check_samples(access.form.count(Path(file.path)).samples)
     if not any(file.samples for file in files):
         raise DataError(f"{label} has {len(files)} shards, and no sample in any of them")
@@ -585,14 +585,14 @@ class Shards:
         """Return these rows of shards, those of the first shard first."""
         rows_by_shard = []
         for shard, rows_of_shard in rows.items():
-            rows_by_shard.append((self._opened(shard), rows_of_shard))
-        with self._access.explained(*(self.files[shard] for shard in rows)):
+            rows_by_shard.append((self._open_shard(shard), rows_of_shard))
+        with self._access.explain(*(self.files[shard] for shard in rows)):
             samples = self._access.form.read(rows_by_shard)
         if self._transform is None:
             return samples
         return [self._transform(sample) for sample in samples]
 
-    def _opened(self, shard: int) -> OpenShard:
+    def _open_shard(self, shard: int) -> OpenShard:
         file = self.files[shard]
         opened = self._open.pop(shard, None)
         if opened is None:

@@ -134,22 +134,22 @@ class IterableSource(StreamSource):
         self.carries = self.has_state and parts == 1
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        instance = self._copied() if self.has_state else self.inner
+        instance = self._copy() if self.has_state else self.inner
         if callable(set_epoch := getattr(instance, "set_epoch", None)):
             set_epoch(epoch)
         if not self.has_state:
             return Opened(iter(instance), 0)
         if state is not None:
-            instance.load_state_dict(_unpacked(state["dataset"]))
-        opened = _Stateful(instance)
+            instance.load_state_dict(_unpack(state["dataset"]))
+        opened = _StatefulIterator(instance)
         if state is not None and "iterator" in state:
-            opened.iterator.load_state_dict(_unpacked(state["iterator"]))
+            opened.iterator.load_state_dict(_unpack(state["iterator"]))
         return Opened(opened, start if state is not None else 0)
 
     def state(self, opened: Any) -> Any:
-        state = {"dataset": _packed(opened.dataset.state_dict())}
+        state = {"dataset": _pack(opened.dataset.state_dict())}
         if opened.iterator is not opened.dataset and _is_stateful(opened.iterator):
-            state["iterator"] = _packed(opened.iterator.state_dict())
+            state["iterator"] = _pack(opened.iterator.state_dict())
         return state
 
     def worker_info(self, part: int) -> Any:
@@ -157,7 +157,7 @@ class IterableSource(StreamSource):
             return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self.inner)
         return None
 
-    def _copied(self) -> Any:
+    def _copy(self) -> Any:
         try:
             return copy.deepcopy(self.inner)
         except Exception as error:
@@ -171,7 +171,7 @@ def _is_stateful(dataset: Any) -> bool:
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
-class _Stateful:
+class _StatefulIterator:
     """An iterator over a dataset with a state, and the dataset."""
 
     def __init__(self, dataset: Any) -> None:
@@ -197,19 +197,19 @@ _ARRAY = "*array"
 _BYTES = "*bytes"
 
 
-def _packed(state: Any) -> Any:
+def _pack(state: Any) -> Any:
     """Return a state in JSON's types.
 
     Anything that is no number, text, container, array or tensor stays, to be refused later.
     """
     if isinstance(state, dict):
         if all(type(key) is str for key in state) and not any(key.startswith("*") for key in state):
-            return {key: _packed(value) for key, value in state.items()}
-        return {_PAIRS: [[_packed(key), _packed(value)] for key, value in state.items()]}
+            return {key: _pack(value) for key, value in state.items()}
+        return {_PAIRS: [[_pack(key), _pack(value)] for key, value in state.items()]}
     if isinstance(state, tuple):
-        return {_TUPLE: [_packed(element) for element in state]}
+        return {_TUPLE: [_pack(element) for element in state]}
     if isinstance(state, list):
-        return [_packed(element) for element in state]
+        return [_pack(element) for element in state]
     if isinstance(state, bytes):
         return {_BYTES: state.hex()}
     if isinstance(state, np.ndarray | Tensor):
@@ -221,19 +221,19 @@ def _packed(state: Any) -> Any:
     return state
 
 
-def _unpacked(state: Any) -> Any:
-    """Return the state from the result of `_packed`."""
+def _unpack(state: Any) -> Any:
+    """Return the state from the result of `_pack`."""
     if isinstance(state, list):
-        return [_unpacked(element) for element in state]
+        return [_unpack(element) for element in state]
     if not isinstance(state, dict):
         return state
     (name, value), *others = list(state.items()) or [("", None)]
     if others or not name.startswith("*"):
-        return {key: _unpacked(element) for key, element in state.items()}
+        return {key: _unpack(element) for key, element in state.items()}
     if name == _TUPLE:
-        return tuple(_unpacked(element) for element in value)
+        return tuple(_unpack(element) for element in value)
     if name == _PAIRS:
-        return {_unpacked(key): _unpacked(element) for key, element in value}
+        return {_unpack(key): _unpack(element) for key, element in value}
     if name == _BYTES:
         return bytes.fromhex(value)
     array_type, dtype, shape, numbers = value

@@ -105,7 +105,7 @@ class _StreamBatch(NamedTuple):
     cursor: Cursor
 
 
-class _Place(NamedTuple):
+class _StreamPosition(NamedTuple):
     """A position in the stream, as `StreamState` without the lanes.
 
     A NamedTuple is made in a fifth of the time.
@@ -469,12 +469,12 @@ class StreamLoader(StepLoader):
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
         # Position and cursors after each ready step.
-        self._settled: deque[tuple[_Place, dict[int, tuple[int, Cursor]]]] = deque()
+        self._settled: deque[tuple[_StreamPosition, dict[int, tuple[int, Cursor]]]] = deque()
         # Turns of which the ranks do not know yet whether they have samples.
         self._loaded: deque[_LoadedTurn] = deque()
         initial = batches.initial
         # The position after the last settled step.
-        self._last = _Place(*(getattr(initial, name) for name in _Place._fields))
+        self._last = _StreamPosition(*(getattr(initial, name) for name in _StreamPosition._fields))
         # Step -> the position before it.
         self._places = {start: self._last}
         # Step -> the lanes' positions after it.
@@ -621,7 +621,7 @@ class StreamLoader(StepLoader):
 
     def _make_step(self, turn: _LoadedTurn, samples: int, filled: int) -> None:
         previous = self._last
-        self._last = _Place(
+        self._last = _StreamPosition(
             previous.epoch,
             turn.number + 1,
             previous.epoch_steps + 1,
@@ -650,7 +650,7 @@ class StreamLoader(StepLoader):
                 *(ended.epoch, ended.epoch_samples, ended.epoch_steps, ended.epoch_empty, slots),
                 _ADVICE if ended.epoch_empty > slots // 4 else "",
             )
-        self._last = _Place(ended.epoch + 1, samples=ended.samples, last_steps=ended.epoch_steps)
+        self._last = _StreamPosition(ended.epoch + 1, samples=ended.samples, last_steps=ended.epoch_steps)
         self._empty = 0
         self._go_to(self._last.epoch, 0)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from lockstep.data.mixture_schedule import Draws, Schedule, SourceBlock
 from lockstep.data.sampler import Indices
-from lockstep.data.streams import Block, Cursor, LaneReader, Lanes, StreamSource
+from lockstep.data.streams import Cursor, LaneReader, Lanes, SampleBlock, StreamSource
 from lockstep.seeds import derive
 
 __all__ = ["LaneMixture", "MixtureReader", "MixtureSource", "Reader", "reader_of"]
@@ -112,7 +112,7 @@ class LaneMixture:
             return pieces[0]
         return np.concatenate(pieces)
 
-    def block_of(self, source: int, lane: int, number: int) -> Block:
+    def block_of(self, source: int, lane: int, number: int) -> SampleBlock:
         """Return the samples of a source in the same micro-batch as its sample `number`."""
 
         def before(micro: int) -> int:
@@ -127,7 +127,7 @@ class LaneMixture:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if before(middle) <= number else (low, middle)
-        return Block(low, before(low), before(high))
+        return SampleBlock(low, before(low), before(high))
 
     def shares(self, first: int, last: int, names: Sequence[str]) -> dict[str, float]:
         """Return each source's share of the samples of some steps, by name.

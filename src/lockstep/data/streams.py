@@ -34,11 +34,11 @@ from lockstep.seeds import derive
 
 __all__ = [
     "START",
-    "Block",
     "Cursor",
     "LaneReader",
     "Lanes",
     "Opened",
+    "SampleBlock",
     "StreamSource",
     "lanes_of",
 ]
@@ -284,7 +284,7 @@ class _OpenLane:
         return self.parts[self.place - self.parts_start]
 
 
-class Block(NamedTuple):
+class SampleBlock(NamedTuple):
     """Samples of a lane that are drawn after one seeding.
 
     Its number, and the numbers of its first sample and of the one after its last.
@@ -316,7 +316,7 @@ class LaneReader:
         retries: int = 0,
         rank: int = 0,
         count_retry: Callable[[], None] = lambda: None,
-        block_of: Callable[[int, int], Block] | None = None,
+        block_of: Callable[[int, int], SampleBlock] | None = None,
         *,
         repeats: bool = False,
     ) -> None:
@@ -363,7 +363,7 @@ class LaneReader:
             opened = self._open.get(lane)
             if opened is None or opened.number != first or opened.epoch != epoch:
                 before = self._open.get(lane)
-                opened = self._opened(lane, epoch, self.nearest(lane, epoch, first, cursor))
+                opened = self._open_lane(lane, epoch, self.nearest(lane, epoch, first, cursor))
                 # At the end of an epoch some iterators hand a state over to the next one.
                 if before is not None and before.has_ended and before.epoch == epoch - 1:
                     opened.carried = opened.carried or before.carried
@@ -381,7 +381,7 @@ class LaneReader:
                 self._count_retry()
                 time.sleep(_PAUSE)
                 # A failed iterator is of no use: open the part again at the last known position.
-                opened = self._opened(lane, epoch, before)
+                opened = self._open_lane(lane, epoch, before)
             try:
                 if opened.number < first:
                     self._pass(opened, first - opened.number)
@@ -417,7 +417,7 @@ class LaneReader:
             cursors.append(opened.cursor)
         return max((each for each in cursors if each.number <= first), key=lambda each: each.number)
 
-    def _opened(self, lane: int, epoch: int, cursor: Cursor) -> _OpenLane:
+    def _open_lane(self, lane: int, epoch: int, cursor: Cursor) -> _OpenLane:
         """Return the lane, opened at `cursor` unless it is there already."""
         opened = self._open.get(lane)
         if opened is None or (opened.epoch, opened.number) != (epoch, cursor.number):
@@ -482,10 +482,10 @@ class LaneReader:
                 return
             number = stop
 
-    def _micro_block(self, lane: int, number: int) -> Block:
+    def _micro_block(self, lane: int, number: int) -> SampleBlock:
         size = self._lanes.micro_size
         block = number // size
-        return Block(block, block * size, (block + 1) * size)
+        return SampleBlock(block, block * size, (block + 1) * size)
 
     def _pass(self, opened: _OpenLane, count: int) -> None:
         """Read past samples that others have."""
@@ -531,7 +531,7 @@ class LaneReader:
 
     def _leave_part(self, opened: _OpenLane) -> None:
         if self._source.carries and opened.iterator is not None:
-            opened.carried = self._checked(self._source.state(opened.iterator))
+            opened.carried = self._copy_state(self._source.state(opened.iterator))
         _close(opened.iterator)
         opened.barren = 0 if opened.offset else opened.barren + 1
         opened.iterator = None
@@ -550,11 +550,11 @@ class LaneReader:
         """Return the place of the lane, with its iterator's state."""
         state = opened.carried
         if self._has_state and opened.iterator is not None and opened.offset:
-            state = self._checked(self._source.state(opened.iterator))
+            state = self._copy_state(self._source.state(opened.iterator))
         opened.cursor = Cursor(opened.number, opened.place, opened.offset, state)
         return opened.cursor
 
-    def _checked(self, state: Any) -> Any:
+    def _copy_state(self, state: Any) -> Any:
         """Return a copy of an iterator's state.
 
         The iterator may change the state. Raises DataError if it is not JSON.

@@ -283,7 +283,7 @@ def report(error: BaseException) -> None:
     # Python creates the list of notes with the first note.
     with contextlib.suppress(AttributeError):
         # The last line names rank and step, so the traceback need not.
-        error.__notes__[:] = [entry for entry in error.__notes__ if not isinstance(entry, _Place)]
+        error.__notes__[:] = [entry for entry in error.__notes__ if not isinstance(entry, _FailureNote)]
     print(mask(user_traceback(error)), file=sys.stderr)
     # Under a launcher its last line has this text.
     if FOLDER_VARIABLE not in os.environ:
@@ -363,19 +363,19 @@ def print_uncaught() -> None:
     sys.excepthook = hook
 
 
-class _Place(str):
+class _FailureNote(str):
     """A note of rank and step, as Python prints it below a traceback."""
 
     __slots__ = ()
 
 
-def _place() -> _Place:
+def _place() -> _FailureNote:
     """Return where this process is: "at step 7 (saving)"; among several, with its rank."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         who = f"{own_label()} "
     else:
         who = ""
-    return _Place(f"{who}at {Progress.present() or 'the start'}")
+    return _FailureNote(f"{who}at {Progress.present() or 'the start'}")
 
 
 def _is_printed(error: BaseException) -> bool:

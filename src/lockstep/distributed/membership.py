@@ -382,7 +382,7 @@ class Member:
 
         If a process fails now, all can start again.
         """
-        self._connected().set(f"{self._keys}/ready/{self.name}", STARTING)
+        self._connect().set(f"{self._keys}/ready/{self.name}", STARTING)
 
     def report_ready(self, why_not: str = "", experiment: str = "", replica: int = 1) -> None:
         """Report to the launcher the run's name, and whether others can continue without this process.
@@ -392,21 +392,21 @@ class Member:
             experiment: the run's name.
             replica: number of ranks that together have one copy of the states.
         """
-        self._connected().set(f"{self._keys}/experiment", experiment)
-        self._connected().set(f"{self._keys}/replica", str(replica))
-        self._connected().set(f"{self._keys}/ready/{self.name}", why_not or "yes")
+        self._connect().set(f"{self._keys}/experiment", experiment)
+        self._connect().set(f"{self._keys}/replica", str(replica))
+        self._connect().set(f"{self._keys}/ready/{self.name}", why_not or "yes")
 
     def experiment(self) -> str:
         """Return the name of the run that the others train; "" if none is known."""
         key = f"{self._keys}/experiment"
-        store = self._connected()
+        store = self._connect()
         if store.check([key]):
             return store.get(key).decode()
         return ""
 
     def report_end(self, why: str = "the run is at its end") -> None:
         """Report to the launcher why this process must not be replaced if it ends."""
-        self._connected().set(f"{self._keys}/ready/{self.name}", why)
+        self._connect().set(f"{self._keys}/ready/{self.name}", why)
 
     def has_candidate(self, store: TCPStore) -> bool:
         """Whether a replacement process is ready to join. For another thread, with its own connection."""
@@ -433,7 +433,7 @@ class Member:
         def ask() -> None:
             # The launcher is gone: the caller reports that there is no answer.
             with contextlib.suppress(RuntimeError):
-                store = self._connected()
+                store = self._connect()
                 store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
                 # The launcher polls this one key, and looks for each rank's report once it is set.
                 store.set(f"{self._keys}/{here}", "")
@@ -468,7 +468,7 @@ class Member:
         """Return a new connection to the meeting point, for one thread."""
         return TCPStore(*self._address, None, False, timedelta(seconds=60.0), wait_for_workers=False)
 
-    def _connected(self) -> TCPStore:
+    def _connect(self) -> TCPStore:
         """Return this process's own connection, which outlives every group."""
         if self._store is None:
             self._store = self.connection()

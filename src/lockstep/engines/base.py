@@ -169,11 +169,11 @@ class Masters(Protocol):
     def parts(self) -> list[Tensor]:
         """Return this rank's parts, which the optimizer updates in place."""
 
-    def named(self) -> dict[str, Tensor]:
+    def copy_weights(self) -> dict[str, Tensor]:
         """Return copies of the trained weights by parameter name, as in `state_dict()`. Collective."""
 
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `named`, or plain tensors that every rank holds whole. Collective."""
+        """Load the result of `copy_weights`, or plain tensors that every rank holds whole. Collective."""
 
     def show(self) -> None:
         """Copy the master weights into the model's parameters. Collective."""
@@ -256,7 +256,7 @@ class BareEngine(Engine):
         return []
 
     @staticmethod
-    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+    def count_exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
         """Return the bytes that a rank gathers per micro-batch and sums per step.
 
         Args:

@@ -41,7 +41,7 @@ def find_blocks(model: nn.Module, task_blocks: Iterable[nn.Module] = ()) -> Bloc
         inside = set(model.modules())
         if any(block not in inside for block in blocks):
             raise ConfigError("the task's blocks(model) returns a module that is not in the model; return parts of it")
-        shared = _shared(model, blocks)
+        shared = _find_shared(model, blocks)
         if shared:
             raise ConfigError(
                 f"--engine fsdp: the parameter {shared} is shared across blocks, and each block is sharded separately; "
@@ -49,7 +49,7 @@ def find_blocks(model: nn.Module, task_blocks: Iterable[nn.Module] = ()) -> Bloc
             )
         return BlockUnits(blocks, f"{len(blocks)} blocks that the task names")
     for units, origin in ((repeated_layers(model), "repeated layers"), (_by_size(model), "submodules by size")):
-        if units and not _shared(model, units):
+        if units and not _find_shared(model, units):
             class_names = ", ".join(sorted({type(module).__name__ for module in units}))
             return BlockUnits(units, f"{len(units)} {origin} ({class_names})")
     return BlockUnits([], "the model as one unit")
@@ -89,7 +89,7 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _shared(model: nn.Module, blocks: list[nn.Module]) -> str:
+def _find_shared(model: nn.Module, blocks: list[nn.Module]) -> str:
     """Return a parameter's name that blocks share with others or the rest, else ""."""
     names: dict[Tensor, str] = {}
     homes: dict[Tensor, nn.Module | None] = {}

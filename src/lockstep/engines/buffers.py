@@ -30,7 +30,7 @@ from lockstep.transforms.batchnorm import Recording, Synchronised, recorders
 __all__ = [
     "Buffered",
     "Replay",
-    "unmoved",
+    "restore_tensors",
     "with_buffers",
 ]
 
@@ -127,7 +127,7 @@ class Replay:
         torch._foreach_copy_(self._runs, [run_count.reshape(()) for run_count in vectors[len(self._moments) :]])
 
     @contextlib.contextmanager
-    def unmoved(self) -> Iterator[None]:
+    def discard_statistics(self) -> Iterator[None]:
         """Discard the statistics of forwards in this context, which recompute what was counted already."""
         row = self.row()
         yield
@@ -265,7 +265,7 @@ class Buffered(ForwardingEngine):
 
 
 @contextmanager
-def unmoved(tensors: Iterable[Tensor]) -> Iterator[None]:
+def restore_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore these tensors (a model's buffers, a task's own) at the end of the context."""
     copies = []
     for tensor in tensors:

@@ -2,7 +2,7 @@
 
 - `Closure`, `takes_closure`, `step_of`: an optimizer that evaluates the loss several times in a step.
 - `uniform_groups`: groups without a mixture of sharded and whole parameters.
-- `packed`, `unpack`: the state of LBFGS as named tensors.
+- `pack`, `unpack`: the state of LBFGS as named tensors.
 - `Alone`, `blame_optimizer`, `check_dense`: for the engines' `rehearse`: a loss computed on one rank, and errors that
   name the user's line.
 """
@@ -24,7 +24,7 @@ __all__ = [
     "Closure",
     "blame_optimizer",
     "check_dense",
-    "packed",
+    "pack",
     "step_of",
     "takes_closure",
     "uniform_groups",
@@ -158,7 +158,7 @@ _VECTORS = ("d", "prev_flat_grad")
 _HISTORIES = ("old_dirs", "old_stps", "ro")
 
 
-def packed(optimizer: LBFGS) -> dict[str, Tensor]:
+def pack(optimizer: LBFGS) -> dict[str, Tensor]:
     """Return the state of LBFGS by name, zeros where it has none.
 
     Histories have `history_size` rows; the first `pairs` of them are valid.
@@ -183,7 +183,7 @@ def packed(optimizer: LBFGS) -> dict[str, Tensor]:
 
 
 def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
-    """Load a state returned by `packed`."""
+    """Load a state returned by `pack`."""
     parameters = optimizer.param_groups[0]["params"]
     state = optimizer.state[parameters[0]]
     state.clear()

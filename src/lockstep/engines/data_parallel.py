@@ -11,7 +11,7 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
-from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError
 
@@ -52,7 +52,7 @@ class DataParallel(BareEngine):
         # LS001 warns of DataParallel; this engine exists for comparison.
         self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001
         instance = optimizer(model)
-        parameters = trained(model, instance)
+        parameters = list_trained(model, instance)
         spec = UpdateSpec(parameters, single_pass_flag=_NAME, dense_flag=_NAME)
         self._update = OptimizerStep(model, instance, request, spec)
         self._roots = ScaledBackward()

@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
-from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import as_bytes
@@ -35,8 +35,8 @@ __all__ = [
     "DDP",
     "GradientUsage",
     "ReplicatedEngine",
-    "averaged",
-    "listed",
+    "average",
+    "shorten",
 ]
 
 
@@ -45,7 +45,7 @@ COMPRESSION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # torch exports GradBucket at run time only, so mypy does not find the name.
-def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+def average(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """Average the bucket over the ranks in `dtype`.
 
     Divides before the sum, so that the sum has the magnitude of one gradient.
@@ -75,7 +75,7 @@ class GradientUsage:
     Attributes:
         names: the parameters' names, in that order.
         parameters: the tensors.
-        is_alike: whether the ranks' marks of the last `unused` agree.
+        is_alike: whether the ranks' marks of the last `find_unused` agree.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], world: World) -> None:
@@ -111,11 +111,11 @@ class GradientUsage:
         self._uses.backward += 1
         self._uses.graphs.clear()
 
-    def used(self) -> list[bool]:
+    def list_used(self) -> list[bool]:
         """Return, for each parameter, whether a backward on this rank used it."""
         return [count > 0 for count in self._uses.counts]
 
-    def missed(self, backwards: int) -> list[str]:
+    def find_missed(self, backwards: int) -> list[str]:
         """Return the parameters that some rank did not use in all of its `backwards`. Collective."""
         names = []
         for name, count in zip(self.names, self._reduce_counts(backwards), strict=True):
@@ -123,7 +123,7 @@ class GradientUsage:
                 names.append(name)
         return names
 
-    def unused(self, mark: int = 0) -> list[bool]:
+    def find_unused(self, mark: int = 0) -> list[bool]:
         """Return, for each parameter, whether no rank used it, and reset the counts. Collective.
 
         Args:
@@ -207,7 +207,7 @@ class Hook:
         uses.counts[index] += 1
 
 
-def listed(names: list[str], most: int = 4) -> str:
+def shorten(names: list[str], most: int = 4) -> str:
     """Join names as `a, b, c, d and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -272,7 +272,7 @@ class ReplicatedEngine:
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._last = last
         if self._ddp and (self._sync_always or (last and self._usage is None and not self._by_hand)):
-            return _Exchange(self._ddp)
+            return _BackwardExchange(self._ddp)
         return NOTHING
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
@@ -382,7 +382,7 @@ class ReplicatedEngine:
                 **buffer_option,  # engines/buffers.py sends those that a forward writes, once a step
             )
         if options.compression in COMPRESSION_DTYPES:
-            ddp.register_comm_hook(COMPRESSION_DTYPES[options.compression], averaged)
+            ddp.register_comm_hook(COMPRESSION_DTYPES[options.compression], average)
         if find_unused:
             _silence_unused_warning(ddp)
         # A forward outside of steps, such as an evaluation's, is followed by no backward.
@@ -391,7 +391,7 @@ class ReplicatedEngine:
         self._ddp = ddp
 
     def _finish_first_step(self, usage: GradientUsage) -> None:
-        names = usage.missed(self._backwards)  # collective
+        names = usage.find_missed(self._backwards)  # collective
         is_reentrant, is_repeated = usage.check_reentrant()  # collective
         mode = self._request.options.find_unused_parameters
         usage.close()
@@ -411,7 +411,7 @@ class ReplicatedEngine:
         elif names and mode == "auto":
             self._request.say(
                 f"--engine {self._name}: {len(names)} parameters are not used by every micro-batch "
-                f"({listed(names)}); turned on --engine.find-unused-parameters, which searches each graph"
+                f"({shorten(names)}); turned on --engine.find-unused-parameters, which searches each graph"
             )
             self._wrap(True)  # gradients are kept
 
@@ -421,7 +421,7 @@ class ReplicatedEngine:
     def _missed_error(self, names: list[str]) -> LockstepError:
         return LockstepError(
             f"{rank_label(self._world.rank)}, --engine {self._name}: not every micro-batch's loss uses "
-            f"{listed(names)}, so gradients were not exchanged; drop --engine.find-unused-parameters false and "
+            f"{shorten(names)}, so gradients were not exchanged; drop --engine.find-unused-parameters false and "
             "--engine.static-graph"
         )
 
@@ -472,7 +472,7 @@ class ReplicatedEngine:
         return []
 
 
-class _Exchange:
+class _BackwardExchange:
     """A context in which DDP exchanges the gradients of the backward.
 
     The reverse of its `no_sync`.
@@ -617,7 +617,7 @@ class DDP(BareEngine):
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, request: EngineRequest) -> None:
         self._module = model
         instance = optimizer(model)
-        parameters = trained(model, instance)
+        parameters = list_trained(model, instance)
         self._replicas = ReplicatedEngine("ddp", model, parameters, world, request)
         spec = UpdateSpec(
             parameters,

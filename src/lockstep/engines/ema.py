@@ -1,7 +1,7 @@
 """An exponential moving average (EMA) of the weights, for any engine: `--optim.ema`.
 
     engine = EMAEngine(engine, model, 0.999)
-    with averaged(engine):              # does nothing for an engine without an average
+    with use_average(engine):              # does nothing for an engine without an average
         ...                             # the model has the averaged weights
 
 After update number t (from 0) the average moves by 1 - d towards the weights, d = min(decay, (1 + t) / (10 + t)). It
@@ -29,7 +29,7 @@ from lockstep.tensors import copy_into, local_of
 
 __all__ = [
     "EMAEngine",
-    "averaged",
+    "use_average",
     "without_average",
 ]
 
@@ -109,7 +109,7 @@ class EMAEngine(ForwardingEngine):
             yield _real(local_of(self._parameters[name])), _real(local_of(average))
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_average(self) -> Iterator[None]:
         """Give the model the averaged weights; restore its own afterwards, bit for bit. Collective.
 
         Take no step within the context. After an error, which other ranks may not share, an engine with masters
@@ -184,11 +184,11 @@ class EMAEngine(ForwardingEngine):
         if self._masters:
             with self._swap():
                 # All ranks: each name's parts are on several of them.
-                averages = self._masters.named()  # collective
+                averages = self._masters.copy_weights()  # collective
         return {AVERAGE + name: average for name, average in averages.items()} | {_COUNT: self._updates}
 
 
-def averaged(engine: Engine, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+def use_average(engine: Engine, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
     """Give the engine's model the averaged weights within the context, if it has an average.
 
     Args:
@@ -196,7 +196,7 @@ def averaged(engine: Engine, optimizer: Optimizer | None = None) -> AbstractCont
     """
     inner = engine.inner if isinstance(engine, Remade) else engine
     if isinstance(inner, EMAEngine):
-        return inner.averaged()
+        return inner.use_average()
     return evaluation_weights(optimizer)
 
 

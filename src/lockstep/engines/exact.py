@@ -127,7 +127,7 @@ class Subtotals(Generic[Sum]):
     def __len__(self) -> int:
         return len(self._stack)
 
-    def taken(self) -> Iterator[Sum]:
+    def take(self) -> Iterator[Sum]:
         """Yield the sums in order and drop each one; empty after the last."""
         sums = self._stack
         self._stack = []
@@ -226,9 +226,9 @@ class Tree:
         if self._world.size > 1:
             # Made at the first use, since it allocates a vector of all gradients.
             self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
-            sums = self._exchange(self._sums.taken(), self._subtrees)
+            sums = self._exchange(self._sums.take(), self._subtrees)
         else:
-            (sums,) = self._sums.taken()
+            (sums,) = self._sums.take()
         for parameter, total in zip(self._parameters, sums, strict=True):
             parameter.grad = None if total is None else _cast_to(parameter, total)
 
@@ -380,7 +380,7 @@ def piece_of_sum(
     sums: Subtotals[Tensor] = Subtotals(parts.micro_batches, Tensor.add_)
     for span, piece in sorted(pieces, key=lambda each: each[0]):
         sums.push(span, piece)
-    (total,) = sums.taken()
+    (total,) = sums.take()
     return total
 
 

@@ -37,7 +37,7 @@ _RATES = ("lr", "momentum", "betas")
 
 
 @dataclass(slots=True)
-class _Row:
+class _GroupSetting:
     """One group: what it had when it was taken, and what lockstep wrote since.
 
     Attributes:
@@ -69,7 +69,7 @@ class GroupSettings:
     # A weak reference: the table below would otherwise keep every optimizer.
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = ref(optimizer)
-        self._rows: list[_Row] = []
+        self._rows: list[_GroupSetting] = []
         self.change: ChangeGroups | None = None
         self.rate = 0.0
         self._take()
@@ -94,7 +94,7 @@ class GroupSettings:
             initial = _own_settings(group)
             # torch's schedulers store the base rate there.
             base: Any = group.get("initial_lr", group["lr"])
-            self._rows.append(_Row(float(base), group["lr"], initial))
+            self._rows.append(_GroupSetting(float(base), group["lr"], initial))
 
     def write(self, factor: float | None, momentum: float | None = None) -> None:
         """Write base rate times `factor` and the momentum into each group, then call `change`.
@@ -158,7 +158,7 @@ class GroupSettings:
                 row.rate = group["lr"]
 
 
-def _write_momentum(place: int, group: Group, row: _Row, momentum: float | None) -> None:
+def _write_momentum(place: int, group: Group, row: _GroupSetting, momentum: float | None) -> None:
     """Write the momentum under the name that the optimizer uses, if it has one."""
     name = _momentum_name(group)
     if not name:
@@ -218,7 +218,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _changes_of(place: int, group: Group, row: _Row, always: tuple[str, ...]) -> Group:
+def _changes_of(place: int, group: Group, row: _GroupSetting, always: tuple[str, ...]) -> Group:
     present_settings = _own_settings(group)
     ours = {"lr"} if row.written else set()
     if row.written_momentum is not None:

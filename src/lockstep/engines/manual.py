@@ -187,7 +187,7 @@ class Manual(BareEngine):
             place: index of the optimizer.
             parts: gradients by parameter of each micro-batch on this rank, in order.
             weights: weight of each micro-batch.
-            writes: the result of `kept` for each micro-batch; their statistics are folded in here.
+            writes: the result of `collect_writes` for each micro-batch; their statistics are folded in here.
             clip: how to clip; None: not at all.
         """
         self._fold_statistics(writes, weights)
@@ -219,7 +219,7 @@ class Manual(BareEngine):
         for parameter in parameters:
             parameter.grad = None
 
-    def kept(self) -> _BufferWrites:
+    def collect_writes(self) -> _BufferWrites:
         """Return the changes to buffers by forwards since the last `restore`."""
         values = []
         for buffer, start in self._pairs():
@@ -234,12 +234,12 @@ class Manual(BareEngine):
     def recomputing(self) -> AbstractContextManager[None]:
         """Wrap a backward, which may recompute forwards whose statistics are already counted."""
         if self._replay:
-            return self._replay.unmoved()
+            return self._replay.discard_statistics()
         return NOTHING
 
     @torch.no_grad()
     def restore(self, writes: _BufferWrites | None) -> None:
-        """Restore the result of `kept`; None: the state at the beginning of the step."""
+        """Restore the result of `collect_writes`; None: the state at the beginning of the step."""
         if self._replay and writes is not None and writes.statistics is not None:
             self._replay.put(writes.statistics)
         elif self._replay:

@@ -1,6 +1,6 @@
 """Count the memory that an engine holds, and explain out-of-memory errors in one line.
 
-    with explained(engine, world):
+    with explain_out_of_memory(engine, world):
         ...                                 # out of memory is raised as a LockstepError
 
 An explanation first looks for tensors or processes on the wrong device, then suggests a change, with the bytes. The
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.engines.ddp import listed
+from lockstep.engines.ddp import shorten
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
 from lockstep.tensors import local_of
@@ -31,8 +31,8 @@ __all__ = [
     "Footprint",
     "add_counter",
     "count_bytes",
-    "described",
-    "explained",
+    "describe",
+    "explain_out_of_memory",
     "footprint",
     "is_out_of_memory",
 ]
@@ -100,7 +100,7 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def described(name: str, ranks: list[Any]) -> str:
+def describe(name: str, ranks: list[Any]) -> str:
     """Describe the footprints of all ranks in one line; they may have passed through JSON."""
     words = ("parameters", "gradients", "optimizer states")
     texts = []
@@ -140,7 +140,7 @@ class DeviceMemory(NamedTuple):
 
 
 @contextmanager
-def explained(engine: Engine | None, world: World) -> Iterator[None]:
+def explain_out_of_memory(engine: Engine | None, world: World) -> Iterator[None]:
     """Turn running out of memory into a LockstepError of one line.
 
     `engine` is None while none exists yet.
@@ -179,10 +179,10 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
     begin = f"{rank_label(world.rank)} ran out of memory on {world.device}" + (
         f", asking for {amount}" if amount else ""
     )
-    return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
+    return LockstepError(f"{begin}: {_describe_misplaced(engine, world, device) or _advice(engine, device)}")
 
 
-def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str:
+def _describe_misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str:
     """Describe tensors on the wrong device, or memory held by other processes; "" if none."""
     if engine:
         tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
@@ -194,7 +194,7 @@ def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str
         if tensor.device.type != "cpu" and tensor.device != world.device:
             wrong.append(name)
     if wrong:
-        return f"{listed(wrong)} of the model are on another GPU than {world.device}; build the model on world.device"
+        return f"{shorten(wrong)} of the model are on another GPU than {world.device}; build the model on world.device"
     foreign = device.total - device.free - device.own
     if foreign > _STRAY * device.total:
         return (

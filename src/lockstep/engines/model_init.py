@@ -23,9 +23,9 @@ from lockstep.tensors import is_expanded
 
 __all__ = [
     "check_placeable",
+    "copy_expanded",
     "init_context",
     "place",
-    "unexpanded",
 ]
 
 
@@ -61,7 +61,7 @@ def check_placeable(model: nn.Module, world: World) -> None:
     world.check(None)
 
 
-def unexpanded(model: nn.Module) -> None:
+def copy_expanded(model: nn.Module) -> None:
     """Give expanded buffers (a stride of 0) writable memory of their own."""
     for module in model.modules():
         for name, buffer in module._buffers.items():

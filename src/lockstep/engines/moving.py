@@ -172,7 +172,7 @@ class Moving:
             self._places += self._own.places()
         # The tensors that a forward itself may write, not only BatchNorm's replay.
         self._forward = [tensor for tensor in self._places if not tensor.replayed]
-        self._by_sample = _declared(self._forward, own.by_sample)
+        self._by_sample = _find_declared(self._forward, own.by_sample)
         self._rows = SampleState([tensor for tensor in self._forward if tensor.name in self._by_sample], world)
         # The task's tensors that `loss` did not write in the checked steps; only exact mode watches them further.
         self._unwritten: list[_MovingTensor] = []
@@ -483,7 +483,7 @@ class Moving:
             collectives.broadcast(present, src=0)  # collective
 
 
-def _declared(places: list[_MovingTensor], names: Collection[str]) -> set[str]:
+def _find_declared(places: list[_MovingTensor], names: Collection[str]) -> set[str]:
     """Return the names of the tensors that a task's `sample_state` declares.
 
     Raises ConfigError for an unknown name.

@@ -1,7 +1,7 @@
 """End a step in any engine: the norm, clipping, the optimizer's step, float16's loss scale.
 
 `OptimizerStep` does it all. `LossScale` and `DeviceLossScale` scale the loss, the latter without waiting for the
-device. `total_norm`, `norms_of` and `combined` compute norms.
+device. `total_norm`, `norms_of` and `combine_norms` compute norms.
 """
 
 import math
@@ -36,10 +36,10 @@ __all__ = [
     "LossScale",
     "OptimizerStep",
     "UpdateSpec",
-    "combined",
+    "combine_norms",
+    "list_trained",
     "norms_of",
     "total_norm",
-    "trained",
 ]
 
 
@@ -232,7 +232,7 @@ class UpdateSpec:
     """Settings of an update: how gradients are stored, and what it supports.
 
     Attributes:
-        parameters: their gradients are cleared after a step, besides the optimizer's, see `trained`.
+        parameters: their gradients are cleared after a step, besides the optimizer's, see `list_trained`.
         is_fixed: only gradients of `parameters` are exchanged, so a group added later may have no other ones.
         norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank. None:
             gradients are whole.
@@ -612,7 +612,7 @@ def _in_model_order(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return [*members, *(p for p in held if p not in members)]
 
 
-def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+def list_trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the optimizer's parameters, then the model's others that require gradients now."""
     parameters = []
     for group in optimizer.param_groups:
@@ -628,7 +628,7 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     return [norm.float() if norm.dtype in (torch.bfloat16, torch.float16) else norm for norm in norms]
 
 
-def combined(norms: list[Tensor]) -> Tensor:
+def combine_norms(norms: list[Tensor]) -> Tensor:
     """Combine norms into the 2-norm of all together, 0-dim, in the given order."""
     if not norms:
         return torch.zeros(())
@@ -641,4 +641,4 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
     float32, or float64 where a gradient is.
     """
-    return combined(norms_of(gradients))
+    return combine_norms(norms_of(gradients))

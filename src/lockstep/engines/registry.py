@@ -27,7 +27,7 @@ from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
 from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.manual import Manual
-from lockstep.engines.model_init import init_context, unexpanded
+from lockstep.engines.model_init import copy_expanded, init_context
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.engines.request import Changes, EngineRequest, MakeOptimizer, MakePenalty, OwnState
 from lockstep.engines.wrappers import Copied, Hooked, Remade
@@ -170,7 +170,7 @@ def make_engine(
     _check_request(name, model, world, request)
     if request.batchnorm == "replay":
         recording(model, request.say)
-    unexpanded(model)
+    copy_expanded(model)
     builder = _Builder(name, model, optimizer, world, request)
     return Remade(
         model,
@@ -444,7 +444,7 @@ def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer |
 def trained_set(engine: Engine) -> TrainedSet | None:
     """Return the trained parameters; None while they are those of a new run."""
     if isinstance(engine, Remade):
-        return engine.trained()
+        return engine.find_trained_set()
     return None
 
 

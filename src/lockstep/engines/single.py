@@ -10,7 +10,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
-from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError
 
@@ -26,7 +26,7 @@ class Single(BareEngine):
             raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
         self.model = model
         instance = optimizer(model)
-        parameters = trained(model, instance)
+        parameters = list_trained(model, instance)
         self._tree = Tree(parameters, request.exact, world) if request.exact else None
         spec = UpdateSpec(
             parameters,

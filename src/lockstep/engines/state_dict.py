@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lockstep.engines.base import set_extra
-from lockstep.engines.closure import packed, step_of, takes_closure, unpack
+from lockstep.engines.closure import pack, step_of, takes_closure, unpack
 from lockstep.errors import CheckpointError, DataError, LockstepError, error_line
 from lockstep.tensors import copy_into, is_expanded, local_of
 
@@ -60,7 +60,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     if isinstance(optimizer, LBFGS):
         prefix = _name_of_lbfgs(model, optimizer)
-        return state | {f"{prefix}/{key}": tensor for key, tensor in packed(optimizer).items()}
+        return state | {f"{prefix}/{key}": tensor for key, tensor in pack(optimizer).items()}
     for slot in _slots(model, optimizer):
         value = slot.value
         state[slot.name] = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)

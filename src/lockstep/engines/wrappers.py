@@ -26,7 +26,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
-from lockstep.engines.ddp import listed
+from lockstep.engines.ddp import shorten
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import switch
 from lockstep.engines.request import Changes, MakeOptimizer
@@ -62,13 +62,13 @@ class Copied(ForwardingEngine):
     @contextmanager
     def _micro_batch(self, last: bool, counts: bool) -> Iterator[None]:
         # Written once a step, unless somebody else changed the weights since.
-        if not self._is_active or self._copies.moved():
+        if not self._is_active or self._copies.find_written():
             self._copies.write()
-        with self.inner.accumulate(last, counts), self._copies.used():
+        with self.inner.accumulate(last, counts), self._copies.use():
             yield
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        if name := self._copies.moved():
+        if name := self._copies.find_written():
             raise ConfigError(
                 f"--weight-copies step does not work with a forward that writes {name}: the copies still have the old "
                 "values; drop the flag"
@@ -208,7 +208,7 @@ class Remade(ForwardingEngine):
         self._is_active = True
         self.inner.load_state_dict(state)
 
-    def trained(self) -> TrainedSet | None:
+    def find_trained_set(self) -> TrainedSet | None:
         """Return the current set; None if it never changed."""
         names = self._names_now()
         if not self._has_set and names == self._trained and [*self._ever_trained] == names:
@@ -271,9 +271,9 @@ class Remade(ForwardingEngine):
         names = self._names_now()
         before = set(self._trained)
         fresh = [name for name in names if name not in before]
-        changes = [f"unfroze {listed(fresh)}"] if fresh else []
+        changes = [f"unfroze {shorten(fresh)}"] if fresh else []
         if removals := [name for name in self._trained if name not in set(names)]:
-            changes.append(f"froze {listed(removals)}")
+            changes.append(f"froze {shorten(removals)}")
         if not changes:
             changes = ["changed the optimizer's groups"]
         change = " and ".join(changes)
@@ -374,7 +374,7 @@ class Remade(ForwardingEngine):
         owned = _groups_by_parameter(optimizer)
         if missing := [name for name in fresh if id(trained[name]) not in owned]:
             raise LockstepError(
-                f"after step {self._steps} the run unfroze {listed(missing)}, in none of the optimizer's groups: call "
+                f"after step {self._steps} the run unfroze {shorten(missing)}, in none of the optimizer's groups: call "
                 "add_param_group in the same place, or let the function that builds the optimizer take every parameter "
                 "that requires gradients"
             )

@@ -23,7 +23,7 @@ from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import has_modes
-from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
@@ -52,7 +52,7 @@ class Zero(BareEngine):
         self._world = world
         self._plain = plain = optimizer(model)
         self._group_settings = settings_of(plain)
-        self._zero = _split(plain)
+        self._zero = _split_optimizer(plain)
         # The user's optimizer has the groups, but the split one has the states, so its switches must go there.
         if has_modes(plain):
             # A weak reference: the optimizer may outlive the engine.
@@ -61,7 +61,7 @@ class Zero(BareEngine):
                 setattr(plain, name, partial(_switch_shards, this, name))
         self._zero.register_step_pre_hook(self._run_pre_hooks)
         self._zero.register_step_post_hook(self._run_post_hooks)
-        parameters = trained(model, plain)
+        parameters = list_trained(model, plain)
         name = "--engine zero"
         spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=name, dense_flag=name)
         self._update = OptimizerStep(model, self._zero, request, spec)
@@ -118,7 +118,7 @@ class Zero(BareEngine):
             raise ConfigError(f"--engine zero: the parameters are {names}, and it splits those of one dtype; use ddp")
 
     @staticmethod
-    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+    def count_exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
         # The sum of the gradients, and the owners' broadcasts.
         return 0.0, 1.5 * trained
 
@@ -383,7 +383,7 @@ def _describe(value: Any) -> tuple[str, list[int], str]:
     return "float64", [], "cpu"
 
 
-def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+def _split_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     """Split the optimizer's groups over the ranks by size, with its settings.
 
     Drops `names`, which would be wrong for a part of a group.

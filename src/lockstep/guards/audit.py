@@ -39,7 +39,7 @@ from lockstep.task import Task
 __all__ = [
     "Audit",
     "Recomputer",
-    "audited",
+    "choose_audits",
 ]
 
 
@@ -122,7 +122,7 @@ class Recomputer:
         self._state = _digest_state(self._model, self._task)
 
     @contextmanager
-    def watched(self, batch: MicroBatch) -> Iterator[Callable[[Tensor], Tensor]]:
+    def watch(self, batch: MicroBatch) -> Iterator[Callable[[Tensor], Tensor]]:
         """Record a micro-batch's loss and gradients, around forward and backward.
 
         Yields:
@@ -131,7 +131,7 @@ class Recomputer:
         pending = _PendingResult(of_batch(batch.held), _digest_state(self._model, self._task), Digests(), [])
         handles = []
 
-        def seen(loss: Tensor) -> Tensor:
+        def record_loss(loss: Tensor) -> Tensor:
             pending.bits.add(_LOSS, loss)
             # torch gives the method no types.
             handles.append(loss.register_hook(pending.roots.append))  # type: ignore[no-untyped-call]
@@ -142,13 +142,13 @@ class Recomputer:
             return loss
 
         try:
-            yield seen
+            yield record_loss
         finally:
             for handle in handles:
                 handle.remove()
         self._pending[batch.index] = pending
 
-    def told(self) -> dict[int, Recomputation]:
+    def read_results(self) -> dict[int, Recomputation]:
         """Return the result of each micro-batch recorded since `begin`."""
         return {index: _read_result(pending) for index, pending in self._pending.items()}
 
@@ -158,7 +158,7 @@ class Recomputer:
             return self._pending[index].bits.read()
         return {}
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Whether forwards have changed, since `begin`, state that affects a forward."""
         # Waits for the device, once per audited step.
         return _digest_state(self._model, self._task).read() != self._state.read()
@@ -294,7 +294,7 @@ def _preserve_generators(device: torch.device) -> Iterator[None]:
     random.setstate(python)
 
 
-def named(names: list[str]) -> str:
+def describe_tensors(names: list[str]) -> str:
     """Describe the differing tensors; "" if there are none.
 
     `the loss and the gradients of first.weight and 3 more parameters`.
@@ -338,7 +338,7 @@ class VoteVerdict(NamedTuple):
     why: str
 
 
-def judged(by_rank: Sequence[Sequence[str]]) -> VoteVerdict:
+def vote(by_rank: Sequence[Sequence[str]]) -> VoteVerdict:
     """Vote over the ranks' results.
 
     Args:
@@ -396,7 +396,7 @@ class _Comparison(NamedTuple):
     unlike: list[tuple[int, str]]
 
 
-def audited(
+def choose_audits(
     seed: int, step: int, share: float, runs: tuple[tuple[int, int], ...], *, first_only: bool = False, least: int = 0
 ) -> list[Audited]:
     """Choose the micro-batches of a step to recompute, and the rank for each.
@@ -486,7 +486,7 @@ class Audit:
             if self._plan:
                 self._again.begin()
         if batch.weight and any(batch.index == entry.micro for entry in self._plan):
-            return self._again.watched(batch)
+            return self._again.watch(batch)
         return _NO_WATCH
 
     def compare(self, step: int) -> None:
@@ -500,9 +500,9 @@ class Audit:
         """
         if not self._plan:
             return
-        own_results = {index: [*results] for index, results in self._again.told().items()}
+        own_results = {index: [*results] for index, results in self._again.read_results().items()}
         # All ranks, in audited steps: the results of the audited micro-batches, and whether forwards changed state.
-        gathered = self._world.gather([sorted(own_results.items()), self._again.moved()])  # collective
+        gathered = self._world.gather([sorted(own_results.items()), self._again.has_moved()])  # collective
         owners = {micro: rank for rank, (comparison, _) in enumerate(gathered) for micro, _ in comparison}
         results = {micro: Recomputation(*values) for comparison, _ in gathered for micro, values in comparison}
         comparison = self._recompute(step, results)
@@ -533,7 +533,7 @@ class Audit:
         present = self._batches.step_plan.present(step)
         begins = step == self._first
         runs = self._batches.runs_of(step)
-        audits = audited(
+        audits = choose_audits(
             *(self._seed, step, self._share, runs), first_only=self._first_only or begins, least=int(begins)
         )
         return [entry for entry in audits if entry.micro < present]
@@ -616,7 +616,7 @@ class Audit:
         # All ranks: each has recomputed the disputed micro-batch.
         gathered = self._world.gather([own_bits, _device_label(self._world.device), newest])  # collective
         results = [rank_bits for rank_bits, _, _ in gathered]
-        ranks, why = judged([[of_digests(each) for each in rank_bits] for rank_bits in results])
+        ranks, why = vote([[of_digests(each) for each in rank_bits] for rank_bits in results])
         devices = ", ".join(f"{rank_label(rank)} ({gathered[rank][1]})" for rank in ranks)
         names = self._differing_names(results, ranks)
         if self._world.size > 1:
@@ -660,7 +660,7 @@ class Audit:
         every = [each for rank_results in results for each in rank_results]
         usual = max(every, key=lambda each: sum(each == bits for bits in every))
         odd = next((each for rank in ranks for each in results[rank] if each != usual), usual)
-        return named([name for name in self._again.names if odd.get(name) != usual.get(name)])
+        return describe_tensors([name for name in self._again.names if odd.get(name) != usual.get(name)])
 
     def _last_match(self, ranks: list[int]) -> str:
         steps = []

@@ -29,7 +29,7 @@ from lockstep.errors import DifferenceError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.seeds import derive
 from lockstep.tensors import host_bytes
-from lockstep.trace.record.sums import mixed
+from lockstep.trace.record.sums import mix
 
 __all__ = [
     "KEY",
@@ -302,7 +302,7 @@ class _ContentReader:
         if strange.any():
             self.hash.update(strange.numpy().tobytes())
             flat = torch.where(strange, 0.0, flat)
-        weights = mixed(torch.arange(1, flat.numel() + 1)).to(torch.float64) / 2**63
+        weights = mix(torch.arange(1, flat.numel() + 1)).to(torch.float64) / 2**63
         norm = float(flat.square().sum().sqrt())
         if len(self.sums) >= 2 * _MOST_SUMS or not math.isfinite(norm):
             self.hash.update(flat.numpy().tobytes())

@@ -99,7 +99,7 @@ class LossParameters:
         if not leaves:
             return
         names = dict(_own_tensors(user_task(self._task)))
-        trained = _optimized(user_task(self._task))
+        trained = _find_optimized(user_task(self._task))
         leaves = [leaf for leaf in leaves if id(leaf) not in trained]
         # Leaves that are no mistake: gathered parameters of a sharded model, and copies of weights that compiled code
         # reads.
@@ -132,7 +132,7 @@ class LossParameters:
                 queue.append(following)
 
 
-def _optimized(owner: Any) -> set[int]:
+def _find_optimized(owner: Any) -> set[int]:
     """Return the ids of what the optimizers in the attributes of a task train."""
     values = vars(owner).values() if hasattr(owner, "__dict__") else ()
     optimizers = []

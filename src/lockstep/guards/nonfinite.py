@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
-from lockstep.engines.buffers import unmoved
+from lockstep.engines.buffers import restore_tensors
 from lockstep.errors import LockstepError
 from lockstep.files import refusal_error, retry_io, write_whole
 from lockstep.records import StepRecord, fill_numbers, flatten_numbers
@@ -107,7 +107,7 @@ class DeferredReader:
         all_values = _values(record)
         if not self._lag and not self._cuda:
             return [_read(record, micro, [float(value) for value in all_values])]
-        host, tensors = _split(all_values, "cuda" if self._cuda else "cpu")
+        host, tensors = _split_by_device(all_values, "cuda" if self._cuda else "cpu")
         if tensors:
             values = torch.stack([tensor.reshape(()) for tensor in tensors])
         else:
@@ -146,7 +146,7 @@ def floats(values: Sequence[Tensor | float]) -> list[float]:
         if isinstance(v, Tensor) and v.device.type != "cpu":
             device_type = v.device.type
             break
-    host, tensors = _split(values, device_type)
+    host, tensors = _split_by_device(values, device_type)
     # Waits for the device, once for all values.
     return _merge_values(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
 
@@ -171,7 +171,7 @@ def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep
     return ReadStep(record, micro, norm, losses, fill_numbers(record.numbers, remaining), gradients)
 
 
-def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
+def _split_by_device(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
     """Split values into those on the host, None for others, and those on a device."""
     on_device = []
     for value in values:
@@ -294,7 +294,7 @@ def origin(
     own_finding: list[Any] | None = None
     losses = iter(step.losses)
     # Normalise alone: in statistics over all ranks one non-finite micro-batch would spoil those of the others.
-    with unmoved(plain.buffers()), normalised_alone():
+    with restore_tensors(plain.buffers()), normalised_alone():
         # Every rank runs all of its micro-batches, since their forwards may have collectives.
         for batch in step.micro:
             seed(step.record.step, batch.index)

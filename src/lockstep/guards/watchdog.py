@@ -102,7 +102,7 @@ class Heartbeats:
         store: Any = self.store
         store.append(f"{self.keys}/{key}", text)
 
-    def passed(self, step: int) -> list[int]:
+    def find_passed(self, step: int) -> list[int]:
         """Return the ranks that are past `step`, or at the end.
 
         Takes two requests to the store, for any number of ranks.
@@ -145,7 +145,7 @@ def all_do(heartbeats: Heartbeats | None, action: str, step: int, patience: Call
             time_now = time.monotonic()
             if time_now - looked > max(_PLACES_INTERVAL, heartbeats.interval / 4):
                 looked = time_now
-                if heartbeats.passed(step) and not heartbeats.store.check(by_all):
+                if heartbeats.find_passed(step) and not heartbeats.store.check(by_all):
                     return False
             if time_now - began > patience():
                 return False
@@ -160,7 +160,7 @@ def waited_for(heartbeats: Heartbeats, step: int, patience: float = 2.5) -> list
     with suppress(RuntimeError):
         # A RuntimeError shows that the store is gone.
         while time.monotonic() < end:
-            if ahead := heartbeats.passed(step):
+            if ahead := heartbeats.find_passed(step):
                 return ahead
             time.sleep(_PLACES_INTERVAL / 5)
     return []
@@ -566,7 +566,7 @@ class HangWatchdog:
         if progress.phase == READING and idle > _READ_ALONE_AFTER and time_now - self._looked >= pause:
             self._looked = time_now
             with contextlib.suppress(RuntimeError):
-                ahead = heartbeats.passed(progress.step)
+                ahead = heartbeats.find_passed(progress.step)
                 if ahead:
                     return LockstepError(read_alone(self._world.rank, progress.step + 1, ahead))
         if self._member:

@@ -64,7 +64,7 @@ def command(argv: list[str]) -> int:
         LockstepError: the run failed; the line names the rank that failed first. Or a signal ended it before it could
             save; the exit code is 128 plus the signal's number.
     """
-    launch_flags, target = _split(argv)
+    launch_flags, target = _split_arguments(argv)
     try:
         parser = _parser()
         args = parser.read([*kubernetes.torchrun_flags(os.environ), *launch_flags])
@@ -124,7 +124,7 @@ def _import_agent() -> ModuleType:
     return agent
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into launch's own flags and the command after `--`."""
     if "--" in argv:
         at = argv.index("--")
@@ -144,7 +144,7 @@ def _is_exact(target: list[str]) -> bool:
         parser = flags.with_flags(cli.make_parser(target[1:], "lockstep train"))
         options = vars(parser.read(target[1:]))
         values = cli.collect_options(options)
-        flags.asked(options, values)
+        flags.find_script(options, values)
         return cli.build(cli.apply_preset(values)).exact
     if target and target[0] in ("evaluate", "doctor", "profile"):
         # For evaluate, the run's own configuration decides later.

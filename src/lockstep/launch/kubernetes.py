@@ -286,7 +286,7 @@ def _config(target: list[str]) -> Config | None:
     if program == "train":
         options = vars(flags.with_flags(cli.make_parser(target[1:], "lockstep train")).read(target[1:]))
         values = cli.collect_options(options)
-        flags.asked(options, values)
+        flags.find_script(options, values)
         return cli.build(cli.apply_preset(values))
     # A script is in the image, so its file is not looked for here.
     if program in ("evaluate", "doctor", "profile") or program.endswith(".py"):

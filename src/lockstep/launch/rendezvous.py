@@ -105,7 +105,7 @@ def _open_store(job: Job, say: Callable[[str], None]) -> TCPStore:
         store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
         if (seconds := time.monotonic() - began) > _SLOW_SECONDS:
             text = f"connecting to node 0 took {seconds:.0f} s, and each process will wait as long; if the name server"
-            say(f"{text} does not answer, add the line `{_mapped(host)} node0` to /etc/hosts")
+            say(f"{text} does not answer, add the line `{_map_address(host)} node0` to /etc/hosts")
         return store
     listener = listen(host, int(port))
     if listener is None:
@@ -126,7 +126,7 @@ def _is_loopback(endpoint: str) -> bool:
     return False
 
 
-def _mapped(host: str) -> str:
+def _map_address(host: str) -> str:
     """Return the address that torch asks the name server about: IPv4 as IPv6."""
     with contextlib.suppress(OSError):
         host = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -152,7 +152,7 @@ def submit(args: argparse.Namespace, target: Sequence[str]) -> int:
     Raises:
         ConfigError: an invalid flag, a hole of the template without a value, no sbatch, or sbatch refused the job.
     """
-    values = _checked(args)
+    values = _check_flags(args)
     name, folder = _run_folder(target, array=bool(args.seeds))
     options = _options(args, values, name, folder)
     script = Path(str(folder).replace("%a", "array")) / "job.sh"
@@ -178,7 +178,7 @@ def submit(args: argparse.Namespace, target: Sequence[str]) -> int:
     return 0
 
 
-def _checked(args: argparse.Namespace) -> dict[str, str]:
+def _check_flags(args: argparse.Namespace) -> dict[str, str]:
     """Check the flags, and return the values of --set by key."""
     for flag in ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_id"):
         if getattr(args, flag) is not None:

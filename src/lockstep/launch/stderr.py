@@ -37,7 +37,7 @@ class RankStderr(DefaultLogsSpecs):
     def __init__(self, log_dir: str, folder: Path | None) -> None:
         super().__init__(log_dir)
         self._folder = folder
-        self._readers: list[_Reader] = []
+        self._readers: list[_RankFile] = []
         if folder:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class RankStderr(DefaultLogsSpecs):
             except OSError as error:
                 print(f"lockstep: --stderr: {path}: {error.strerror or error}", file=sys.stderr, flush=True)
                 return ""
-        self._readers.append(_Reader(path, int(rank)))
+        self._readers.append(_RankFile(path, int(rank)))
         return str(path)
 
     def show(self) -> None:
@@ -97,7 +97,7 @@ def _write(text: bytes) -> None:
         sys.stderr.flush()
 
 
-class _Reader:
+class _RankFile:
     """The launcher's place in a rank's file."""
 
     def __init__(self, path: Path, rank: int) -> None:

@@ -105,7 +105,7 @@ class Sinks:
         """
         self._waiting.append(None)
 
-    def arrived(self, record: dict[str, Any]) -> None:
+    def write_expected(self, record: dict[str, Any]) -> None:
         """Write the oldest expected record, and those queued behind it.
 
         Without an expected record it works as `log`.

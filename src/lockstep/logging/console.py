@@ -186,7 +186,7 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, seconds_left: flo
     """
     parts = [f"step {record.get('global_step', '?')}/{steps}"]
     if "evaluation/loss" in record:
-        numbers = _evaluated(record, items)
+        numbers = _format_evaluation(record, items)
         return "  ".join([*parts, "evaluation " + "  ".join(f"{name} {text}" for name, text in numbers)])
     # A record with the caller's own numbers, which may have any name.
     if "running_loss" not in record:
@@ -221,7 +221,7 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
     # 0 means that it was not measured.
     memory = values.get("memory") or None
     evaluated = []
-    for name, text in _evaluated(values, items):
+    for name, text in _format_evaluation(values, items):
         evaluated.append((name if name == "perplexity" else f"evaluation {name}", text))
     rows: tuple[tuple[str, Any, Callable[[Any], str]], ...] = (
         ("experiment", values.get("experiment"), str),
@@ -239,7 +239,7 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
     return [(name, text(value)) for name, value, text in rows if value is not None]
 
 
-def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
+def _format_evaluation(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
     """Return an evaluation's numbers as (name, text): loss, perplexity of tokens, metrics.
 
     With several sets, those of each.

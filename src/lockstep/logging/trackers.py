@@ -19,7 +19,7 @@ from lockstep.logging.mlflow_run import MLflow
 
 __all__ = [
     "check",
-    "masked",
+    "mask_values",
     "remote_sinks",
 ]
 
@@ -186,14 +186,14 @@ def remote_sinks(config: Config, folder: Path, start: int, run_id: str, *, evalu
 
 
 @environment_snapshot()
-def masked(values: dict[str, Any]) -> dict[str, Any]:
+def mask_values(values: dict[str, Any]) -> dict[str, Any]:
     """Mask secrets in names and plain values, nested or not."""
-    return {mask(name): _masked(name, value) for name, value in values.items()}
+    return {mask(name): _mask_value(name, value) for name, value in values.items()}
 
 
-def _masked(name: str, value: Any) -> Any:
+def _mask_value(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return masked(value)
+        return mask_values(value)
     if isinstance(value, str):
         if value and is_secret_name(name):
             return "***"

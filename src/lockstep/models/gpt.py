@@ -99,7 +99,7 @@ class Past:
         self._held: tuple[Tensor, Tensor] | None = None
         self.time = 0
 
-    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return all, each [batch, heads, time, size]."""
         if self._held is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(self._held, (key, value), strict=True))
@@ -127,7 +127,7 @@ class _Attention(nn.Module):
         if past is not None:
             # A single new token attends to the whole cache, so it needs no causal mask.
             causal = not past.time
-            key, value = past.extended(key, value)
+            key, value = past.extend(key, value)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
 
@@ -179,7 +179,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.ending = _ended
+        self.ending = _sum_loss
         device = torch.get_default_device()
         # On the meta device layers draw nothing; reset_parameters draws each weight once.
         with torch.device("meta"):
@@ -262,7 +262,7 @@ class GPT(nn.Module):
         return 6 * multiplied + 12 * self.config.layers * self.config.width * seq_len
 
 
-def _ended(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _sum_loss(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
     return summed_loss(model._head, model.norm(x), labels, chunk)
 
 

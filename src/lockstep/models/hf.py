@@ -38,7 +38,7 @@ __all__ = [
     "HubTokenizer",
     "as_it_is",
     "can_chunk",
-    "explained",
+    "explain_error",
     "further_logits",
     "inputs_of",
     "keeps_apart",
@@ -91,7 +91,7 @@ def chat_tokens(
         raise DataError(f"--dataset-name: row {row} is a conversation, but {_NO_TEMPLATE}")
     try:
         if not masked:
-            tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages), tools=tools))
+            tokens = _encode(tokenizer, _render(tokenizer, list(messages), tools=tools))
             return tokens, [True] * len(tokens)
         # The template itself marks the assistant's tokens.
         if _GENERATION_MARK.search(_chat_template(tokenizer)):
@@ -113,21 +113,21 @@ def chat_tokens(
 
 def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     """Return the tokens of a user's message, up to the start of the answer."""
-    text = _rendered(tokenizer, [{"role": "user", "content": prompt}], answer=True)
-    return _encoded(tokenizer, text)
+    text = _render(tokenizer, [{"role": "user", "content": prompt}], answer=True)
+    return _encode(tokenizer, text)
 
 
 def _by_turns(
     tokenizer: Any, messages: list[Mapping[str, Any]], row: int, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[int], list[bool]]:
-    text = _rendered(tokenizer, messages, tools=tools)
-    tokens = _encoded(tokenizer, text)
+    text = _render(tokenizer, messages, tools=tools)
+    tokens = _encode(tokenizer, text)
     labelled = [False] * len(tokens)
     for turn, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        before = _rendered(tokenizer, messages[:turn], answer=True, tools=tools)
-        after = _rendered(tokenizer, messages[: turn + 1], tools=tools)
+        before = _render(tokenizer, messages[:turn], answer=True, tools=tools)
+        after = _render(tokenizer, messages[: turn + 1], tools=tools)
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"--dataset-name, row {row}: the tokenizer's chat template renders message {turn} differently when "
@@ -135,16 +135,16 @@ def _by_turns(
                 "{% generation %}, or set --data.labels all"
             )
         # A token may span two turns, so the boundary is where the tokens stop agreeing.
-        begin = alike(tokens, _encoded(tokenizer, before))
+        begin = alike(tokens, _encode(tokenizer, before))
         if len(after) == len(text):
             end = len(tokens)
         else:
-            end = alike(tokens, _encoded(tokenizer, after))
+            end = alike(tokens, _encode(tokenizer, after))
         labelled[begin:end] = [True] * (end - begin)
     return tokens, labelled
 
 
-def _rendered(
+def _render(
     tokenizer: Any,
     messages: list[Mapping[str, Any]],
     answer: bool = False,
@@ -157,7 +157,7 @@ def _rendered(
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **options))
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, text: str) -> list[int]:
     tokens: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
         "input_ids"
     ]
@@ -365,7 +365,7 @@ class HubModel:
         self._cache = cache
         self._say = say
         self._where = where(name)
-        with explained("--model-name", name), once_per_node(name, cache, say):
+        with explain_error("--model-name", name), once_per_node(name, cache, say):
             self._config = transformers.AutoConfig.from_pretrained(
                 self._where, use_cache=False, revision=revision or None, trust_remote_code=trust_remote_code
             )
@@ -414,7 +414,7 @@ class HubModel:
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
         """
-        with explained("--model-name", self.name):
+        with explain_error("--model-name", self.name):
             if pretrained:
                 with once_per_node(self.name, self._cache, self._say):
                     return self._read(dtype, quantization).train()
@@ -471,7 +471,7 @@ class HubModel:
         Raises:
             ConfigError: they are not this architecture's.
         """
-        with explained("--model-name", self.name), torch.device("meta"):
+        with explain_error("--model-name", self.name), torch.device("meta"):
             model: Any = self._initialise(self.vocab_size)
             table = model.get_input_embeddings().weight
             name = next(name for name, parameter in model.named_parameters() if parameter is table)
@@ -506,7 +506,7 @@ class HubTokenizer:
         self._name = name
         self._where = where(name)
         self._revision = revision
-        with explained("--tokenizer", name), once_per_node(name, cache, say):
+        with explain_error("--tokenizer", name), once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self._where, revision=revision or None, trust_remote_code=trust_remote_code
             )
@@ -691,7 +691,7 @@ def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def explained(flag: str, name: str) -> Iterator[None]:
+def explain_error(flag: str, name: str) -> Iterator[None]:
     """Turn the package's errors into a ConfigError of one line, in a context.
 
     Its own messages have several lines, and name functions instead of flags.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.config.fields import is_hub_name
 from lockstep.errors import ConfigError
-from lockstep.models.hf import explained, once_per_node, transformers_for, where
+from lockstep.models.hf import explain_error, once_per_node, transformers_for, where
 
 __all__ = ["IMAGES", "TEXTS", "HubClassifier", "HubEncoder", "image_logits", "text_logits"]
 
@@ -71,7 +71,7 @@ class HubClassifier:
         self._say = say
         self._where = where(name)
         self.untrained = tuple[str, ...]()
-        with explained("--model-name", name), once_per_node(name, cache, say):
+        with explain_error("--model-name", name), once_per_node(name, cache, say):
             self._config = self._transformers.AutoConfig.from_pretrained(
                 self._where,
                 revision=revision or None,
@@ -108,7 +108,7 @@ class HubClassifier:
             ConfigError: the architecture is not of this kind, there are no safetensors weights, or they have another
                 shape outside the last layer.
         """
-        with explained("--model-name", self.name):
+        with explain_error("--model-name", self.name):
             auto = getattr(self._transformers, self._kind)
             if pretrained:
                 with once_per_node(self.name, self._cache, self._say):
@@ -166,7 +166,7 @@ class HubClassifier:
         Raises:
             ConfigError: they are not this architecture's.
         """
-        with explained("--model-name", self.name), torch.device("meta"):
+        with explain_error("--model-name", self.name), torch.device("meta"):
             model: Any = getattr(self._transformers, self._kind).from_config(
                 self._config, trust_remote_code=self._trust
             )
@@ -209,7 +209,7 @@ class HubEncoder:
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
         transformers = transformers_for("--tokenizer", name)
-        with explained("--tokenizer", name), once_per_node(name, cache, say):
+        with explain_error("--tokenizer", name), once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 where(name), revision=revision or None, trust_remote_code=trust_remote_code
             )

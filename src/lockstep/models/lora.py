@@ -103,7 +103,7 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
             modules[name] = module
     reached = set()
     for pattern in _parts(patterns):
-        names = _reached(modules, pattern)
+        names = _find_reached(modules, pattern)
         if not names:
             close = difflib.get_close_matches(pattern, sorted({*modules, *_lasts(modules)}), n=1, cutoff=0.5)
             if close:
@@ -152,7 +152,7 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
     for name, module in _linear(model).items():
         if not is_within(name, full):
             linear[name] = module
-    names = list(dict.fromkeys(name for pattern in _parts(patterns) for name in _matched(model, pattern, linear)))
+    names = list(dict.fromkeys(name for pattern in _parts(patterns) for name in _match(model, pattern, linear)))
     if not patterns.strip():
         heads = _heads(model)
         names = [name for name in linear if name not in heads]
@@ -209,11 +209,11 @@ def _heads(model: nn.Module) -> set[str]:
     return names
 
 
-def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> list[str]:
-    layers = _reached(linear, pattern)
+def _match(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> list[str]:
+    layers = _find_reached(linear, pattern)
     if layers:
         return layers
-    modules = _reached(dict(model.named_modules()), pattern)
+    modules = _find_reached(dict(model.named_modules()), pattern)
     if modules:
         class_name = type(model.get_submodule(modules[0])).__name__
         raise ConfigError(
@@ -233,7 +233,7 @@ def _lasts(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _reached(names: Iterable[str], pattern: str) -> list[str]:
+def _find_reached(names: Iterable[str], pattern: str) -> list[str]:
     matches = []
     for name in names:
         if name and reaches(pattern, name):

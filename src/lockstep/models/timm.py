@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.hf import explained, once_per_node
+from lockstep.models.hf import explain_error, once_per_node
 
 __all__ = ["TimmModel"]
 
@@ -73,7 +73,7 @@ class TimmModel:
             ConfigError: the weights are unavailable.
         """
         flag = "--model-name"
-        with explained(flag, f"timm:{self.name}"):
+        with explain_error(flag, f"timm:{self.name}"):
             settings = {"num_classes": self._classes, "drop_rate": dropout}
             if not pretrained:
                 model: nn.Module = self._timm.create_model(self.name, pretrained=False, **settings)

@@ -22,7 +22,7 @@ __all__ = [
     "embeddings",
     "freeze",
     "groups",
-    "matched",
+    "match_rules",
     "parse",
 ]
 
@@ -117,7 +117,7 @@ def freeze(model: nn.Module, rules: Rules) -> list[str]:
     Raises:
         ConfigError: a pattern matches no parameter.
     """
-    chosen = matched(model, rules.patterns)
+    chosen = match_rules(model, rules.patterns)
     frozen = []
     for name, rule in chosen.items():
         if rule.frozen:
@@ -166,7 +166,7 @@ def groups(
             decay.
     """
     undecayed: set[torch.Tensor] = set() if decay_embeddings else embeddings(model)
-    chosen = matched(model, rules.patterns)
+    chosen = match_rules(model, rules.patterns)
     depths = _depths(model, rules)
     buckets: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
     # `named_parameters` yields a tied parameter once.
@@ -211,7 +211,7 @@ def embeddings(model: nn.Module) -> set[torch.Tensor]:
     return weights
 
 
-def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
+def match_rules(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
     """Map each name to its first matching rule.
 
     Raises ConfigError for a rule without a match.
@@ -225,12 +225,12 @@ def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule
                 matching.append(name)
         fresh = [name for name in matching if name not in matches]
         if not fresh:
-            raise ConfigError(_unmatched(rule.pattern, names, matching and matches[matching[0]].pattern))
+            raise ConfigError(_explain_unmatched(rule.pattern, names, matching and matches[matching[0]].pattern))
         matches |= dict.fromkeys(fresh, rule)
     return matches
 
 
-def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
+def _explain_unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
     # An earlier rule matches the same parameters, so this one would never apply.
     if earlier:
         return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"

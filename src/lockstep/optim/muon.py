@@ -19,7 +19,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from lockstep.distributed.rows import assign_owners, gather_rows, scatter_rows
 from lockstep.errors import ConfigError
-from lockstep.optim.groups import Rules, embeddings, matched
+from lockstep.optim.groups import Rules, embeddings, match_rules
 from lockstep.tensors import is_dtensor, local_of
 
 __all__ = ["MuonAdamW", "hidden_matrices"]
@@ -168,7 +168,7 @@ def hidden_matrices(model: nn.Module, blocks: Sequence[nn.Module], rules: Rules)
         ConfigError: there are none, or a rule assigns to Muon a parameter that is not a real matrix.
     """
     tables = embeddings(model)
-    chosen = matched(model, rules.patterns)
+    chosen = match_rules(model, rules.patterns)
     trainable = {}
     for name, p in model.named_parameters():
         if p.requires_grad:

@@ -10,7 +10,7 @@ from html import escape
 
 from lockstep.files import bytes_text
 from lockstep.report.curves import Curve, CurveSpan
-from lockstep.report.facts import RunFacts, number, shown
+from lockstep.report.facts import RunFacts, format_value, number
 
 __all__ = [
     "COLOURS",
@@ -268,7 +268,7 @@ def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, sa
     times = {}
     for name in names:
         if name.startswith("time/"):
-            times[name] = shown(name.removeprefix("time/"), 40)
+            times[name] = format_value(name.removeprefix("time/"), 40)
     times.pop("time/total", None)
     if len(runs) == 1 and times:
         candidates.append(_figure(runs, "Time of a step", "milliseconds", times, points // 2, samples))
@@ -279,13 +279,13 @@ def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, sa
     blocks = {}
     for name in names:
         if name.startswith("gradients/"):
-            blocks[name] = shown(name.removeprefix("gradients/"), 40)
+            blocks[name] = format_value(name.removeprefix("gradients/"), 40)
     if len(runs) == 1 and blocks:
         candidates.append(_figure(runs, "Gradient norms by block", "before clipping", blocks, points // 2, samples))
         drawn_names |= blocks.keys()
     for name in [name.removeprefix("train/") for name in names if name.startswith("train/")][:more]:
         both = {f"train/{name}": "training", f"evaluation/{name}": "evaluation"}
-        candidates.append(_figure(runs, shown(name, 60), "", both, points, samples))
+        candidates.append(_figure(runs, format_value(name, 60), "", both, points, samples))
         drawn_names |= both.keys()
     remaining = []
     for name in names:
@@ -293,7 +293,7 @@ def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, sa
             remaining.append(name)
     remaining.sort(key=lambda name: not name.startswith("evaluation/"))
     for name in remaining[:more]:
-        candidates.append(_figure(runs, shown(name, 60), "", {name: shown(name, 40)}, points, samples))
+        candidates.append(_figure(runs, format_value(name, 60), "", {name: format_value(name, 40)}, points, samples))
     return [figure for figure in candidates if figure]
 
 

@@ -33,9 +33,9 @@ from lockstep.timeline import EVALUATION, LOADING, SAVES, TRAINING
 
 __all__ = [
     "RunFacts",
+    "format_value",
     "gather",
     "number",
-    "shown",
 ]
 
 
@@ -50,7 +50,7 @@ _MAX_STEP = 1 << 53
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def shown(value: Any, most: int = 160) -> str:
+def format_value(value: Any, most: int = 160) -> str:
     """Format a value for the page: secrets masked, control characters escaped, long text cut."""
     text = printable(mask(value if isinstance(value, str) else _plain(value)))
     if len(text) <= most:
@@ -335,7 +335,7 @@ class RunFacts:
         """(metric, value, step) of the best evaluation."""
         best = self.state.selection.best
         if best:
-            return (shown(best.metric, 60), best.metric_value, best.step)
+            return (format_value(best.metric, 60), best.metric_value, best.step)
         return None
 
     def verdict(self) -> str:
@@ -361,7 +361,7 @@ class RunFacts:
         if sentence := self.waits():
             text += f" {sentence}."
         if self.profiles:
-            text += f" {shown(self.profiles[-1].get('sentence', ''), 300)}"
+            text += f" {format_value(self.profiles[-1].get('sentence', ''), 300)}"
         problems = [f"{name}: {count}" for name, count in self.troubles]
         if problems:
             return f"{text} Problems: {'; '.join(problems)}."
@@ -401,7 +401,7 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
         ConfigError: the folder is missing, or not a run's.
     """
     folder = folder.expanduser()
-    label = shown(str(folder))
+    label = format_value(str(folder))
     try:
         if not folder.is_dir():
             raise ConfigError(f"{label} is not a folder; give a run's folder, SAVE_DIR/EXPERIMENT_NAME")
@@ -411,7 +411,7 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
         raise ConfigError(f"{label}: {error.strerror or error}") from error
     notes: list[str] = []
     records = Records.read(folder / "metrics.jsonl", notes, digits=digits)
-    facts = RunFacts(folder, shown(folder.resolve().name, 100), records, notes)
+    facts = RunFacts(folder, format_value(folder.resolve().name, 100), records, notes)
     facts.state = RunState.from_json(_small_json(folder / "state.json", notes), lenient=True)
     evaluated = Selection.from_json(_small_json(folder / "checkpoints" / "evaluated.json", notes))
     facts.state.selection.best = evaluated.best or facts.state.selection.best
@@ -457,15 +457,15 @@ def _read_config(facts: RunFacts) -> None:
     own_task = kind_of(str(settings.get("task", ""))) == OWN
     defaults: Mapping[str, Any] = cli.flatten(DEFAULTS, own_task=own_task)
     for name, value in settings.items():
-        name = shown(name, 80)
-        text = "***" if is_secret_name(name) and value else shown(value)
+        name = format_value(name, 80)
+        text = "***" if is_secret_name(name) and value else format_value(value)
         facts.config[name] = text
         if name in ("experiment_name", "save_dir"):
             continue
         if name in defaults and is_auto(DEFAULTS, name):
             facts.chosen[name] = text
         elif name not in defaults or defaults[name] != value:
-            facts.changed[name] = (text, shown(defaults[name]) if name in defaults else "")
+            facts.changed[name] = (text, format_value(defaults[name]) if name in defaults else "")
 
 
 def _read_logs(facts: RunFacts) -> None:
@@ -482,7 +482,7 @@ def _read_logs(facts: RunFacts) -> None:
                 facts.warned += 1
                 facts.spikes += _SPIKE in line
                 when, rank, level, text = (field.decode("utf-8", "replace") for field in match.groups())
-                rank_lines.append((shown(when[:19], 20), rank[:6], level, shown(text, 300)))
+                rank_lines.append((format_value(when[:19], 20), rank[:6], level, format_value(text, 300)))
         newest_lines = deque(sorted([*newest_lines, *rank_lines])[-_LINES:], _LINES)
     facts.warnings = list(newest_lines)
 
@@ -491,7 +491,7 @@ def _read_checkpoints(facts: RunFacts) -> None:
     try:
         steps = checkpoint.list_steps(facts.folder)
     except (CheckpointError, StorageError) as error:
-        facts.notes.append(shown(str(error)))
+        facts.notes.append(format_value(str(error)))
         return
     budget = _READ_BUDGET
     # The newest checkpoints first, since they are the first to be read within the budget.
@@ -500,13 +500,13 @@ def _read_checkpoints(facts: RunFacts) -> None:
         try:
             manifest = read_manifest(path)
             world = str(manifest.world)
-            engine = shown(manifest.engine, 40)
+            engine = format_value(manifest.engine, 40)
             size = manifest.size
         except (CheckpointError, StorageError, OSError) as error:
-            facts.checkpoints.append(StoredCheckpoint(step, "?", "?", 0, shown(str(error)), False))
+            facts.checkpoints.append(StoredCheckpoint(step, "?", "?", 0, format_value(str(error)), False))
             continue
         if problems := resume_problems(path, manifest):
-            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, shown(problems[0]), False))
+            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, format_value(problems[0]), False))
             continue
         if size > budget:
             text = f"not computed: run `lockstep checkpoint inspect --step {step}`"
@@ -516,7 +516,7 @@ def _read_checkpoints(facts: RunFacts) -> None:
         try:
             facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, checkpoint.fingerprint(path), True))
         except (CheckpointError, StorageError, OSError) as error:
-            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, shown(str(error)), False))
+            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, format_value(str(error)), False))
 
 
 def _read_proofs(facts: RunFacts) -> None:
@@ -532,7 +532,7 @@ def _read_proofs(facts: RunFacts) -> None:
                 if isinstance(row, dict):
                     certificate.append(row)
             facts.certificates.append(
-                {"file": shown(path.name), "steps": shown(data.get("steps", "?")), "rows": certificate}
+                {"file": format_value(path.name), "steps": format_value(data.get("steps", "?")), "rows": certificate}
             )
     paths = sorted((facts.folder / "profile").glob("*-*/verdict.json"), key=lambda path: path.parent.name)
     verdicts = []

@@ -23,7 +23,7 @@ from lockstep.config.secrets import environment_snapshot
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text, write_whole
 from lockstep.report.charts import COLOURS, Figure, bar, figures
-from lockstep.report.facts import RunFacts, gather, number, shown
+from lockstep.report.facts import RunFacts, format_value, gather, number
 from lockstep.report.goodput import LABELS, duration
 
 __all__ = [
@@ -278,12 +278,16 @@ def _run_values(facts: RunFacts, rows: int, place: int) -> dict[str, Any]:
         "changed": list(facts.changed.items())[: 2 * rows],
         "chosen": list(facts.chosen.items())[: 2 * rows],
         "environment": _environment(facts)[:rows],
-        "notes": [shown(note, 200) for note in facts.notes[:rows]],
+        "notes": [format_value(note, 200) for note in facts.notes[:rows]],
     }
 
 
 def _certificate_row(row: dict[str, Any]) -> tuple[str, str, str]:
-    return shown(row.get("combination", "")), shown(row.get("verdict", ""), 60), shown(row.get("found", ""), 200)
+    return (
+        format_value(row.get("combination", "")),
+        format_value(row.get("verdict", ""), 60),
+        format_value(row.get("found", ""), 200),
+    )
 
 
 def _key_figures(facts: RunFacts) -> list[tuple[str, str]]:
@@ -318,7 +322,13 @@ def _account(facts: RunFacts) -> dict[str, Any] | None:
         ],
         "wall": duration(facts.account.wall),
         "starts": [
-            (f"{at.first:,}", f"{at.last:,}", at.world, shown(at.ended, 40) or "no end recorded", duration(at.lost))
+            (
+                f"{at.first:,}",
+                f"{at.last:,}",
+                at.world,
+                format_value(at.ended, 40) or "no end recorded",
+                duration(at.lost),
+            )
             for at in facts.account.starts[-24:]
         ],
         "earlier": max(0, len(facts.account.starts) - 24),
@@ -332,7 +342,9 @@ def _step_time(facts: RunFacts) -> dict[str, Any] | None:
         if name.startswith("time/") and name != "time/total" and curve.count > curve.bad:
             spans = curve.spans()
             count = sum(span.count for span in spans)
-            means.append((shown(name.removeprefix("time/"), 40), sum(span.mean * span.count / count for span in spans)))
+            means.append(
+                (format_value(name.removeprefix("time/"), 40), sum(span.mean * span.count / count for span in spans))
+            )
     total = sum(mean for _, mean in means)
     if not total:
         return None
@@ -349,7 +361,7 @@ def _profile(verdict: dict[str, Any]) -> dict[str, Any]:
     numbers = {}
     for name, value in list(verdict["parts"].items())[:16]:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12:
-            numbers[shown(name, 40)] = float(value)
+            numbers[format_value(name, 40)] = float(value)
     step_ms = verdict.get("step_ms")
     if isinstance(step_ms, int | float) and not isinstance(step_ms, bool) and step_ms > 0:
         step_ms = float(step_ms)
@@ -364,15 +376,15 @@ def _profile(verdict: dict[str, Any]) -> dict[str, Any]:
         if name != "hidden_communication":
             exposed.append(name)
     return {
-        "steps": " to ".join(shown(step, 20) for step in steps[:2]) if isinstance(steps, list) else "?",
-        "sentence": shown(verdict.get("sentence", ""), 400),
+        "steps": " to ".join(format_value(step, 20) for step in steps[:2]) if isinstance(steps, list) else "?",
+        "sentence": format_value(verdict.get("sentence", ""), 400),
         "bar": bar([(name.replace("_", " "), numbers[name]) for name in exposed], "Profile"),
         "rows": [
             (*_part_row(name, value, step_ms), exposed.index(name) % COLOURS if name in exposed else None)
             for name, value in numbers.items()
         ],
         "whole": f"{step_ms:,.2f} ms" if step_ms else "",
-        "next": shown(following.get("what", ""), 200),
+        "next": format_value(following.get("what", ""), 200),
         "gain": f"{gain:.2f}" if isinstance(gain, int | float) and not isinstance(gain, bool) else "",
     }
 
@@ -391,12 +403,12 @@ def _environment(facts: RunFacts) -> list[tuple[str, str]]:
                 if (group, name) == ("machine", "memory") and type(value) is int:
                     text = bytes_text(value)
                 else:
-                    text = shown(value)
-                entries.append((shown(name.replace("_", " ") if group != "environment" else name, 60), text))
+                    text = format_value(value)
+                entries.append((format_value(name.replace("_", " ") if group != "environment" else name, 60), text))
     devices = facts.environment.get("devices")
     if isinstance(devices, list) and devices:
-        entries.append(("devices", shown(devices, 300)))
+        entries.append(("devices", format_value(devices, 300)))
     command = facts.environment.get("command")
     if isinstance(command, list):
-        entries.append(("command", shown(" ".join(map(str, command)), 400)))
+        entries.append(("command", format_value(" ".join(map(str, command)), 400)))
     return entries

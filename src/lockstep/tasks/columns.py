@@ -26,7 +26,7 @@ __all__ = [
     "find_column",
     "fingerprint_of",
     "names_of",
-    "parted",
+    "split_samples",
 ]
 
 
@@ -64,7 +64,7 @@ def diabetes(flag: str) -> dict[str, list[float]]:
     return {**columns, "target": bunch.target.tolist()}
 
 
-def parted(samples: int, fraction: float) -> tuple[list[int], list[int]]:
+def split_samples(samples: int, fraction: float) -> tuple[list[int], list[int]]:
     """Split samples into (training, evaluation), the same for every seed.
 
     Each is in the data's order and has at least one sample; `samples` must be two or more.

@@ -26,7 +26,7 @@ from lockstep.config.schema import Config
 from lockstep.data.found import FoundFiles
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import cache_folder
-from lockstep.tasks.columns import class_labels, digits, find_column, parted
+from lockstep.tasks.columns import class_labels, digits, find_column, split_samples
 from lockstep.text.hub import DataRequest, open_table, table_files
 
 __all__ = [
@@ -72,7 +72,7 @@ def _check_installed(flag: str) -> None:
     _pillow(flag)
 
 
-def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, name: str = "") -> Tensor:
+def open_image(source: str | PathLike[str] | bytes, *, channels: int, size: int, name: str = "") -> Tensor:
     """Read an image, with its shorter side resized to `size`: uint8 [channels, height, width].
 
     It is rotated as its EXIF orientation requires.
@@ -202,7 +202,7 @@ class _InMemory:
 
 def _digits(fraction: float) -> ImageData:
     pixels, labels = digits(f"--dataset-name {DIGITS}")
-    parts = [torch.tensor(indices) for indices in parted(len(labels), fraction)]
+    parts = [torch.tensor(indices) for indices in split_samples(len(labels), fraction)]
     digest = xxhash.xxh3_128_hexdigest(pixels.numpy().tobytes() + labels.numpy().tobytes() + repr(fraction).encode())
     train, evaluation = (_InMemory(pixels[indices], labels[indices]) for indices in parts)
     return ImageData(train, evaluation, tuple("0123456789"), 1, digest)
@@ -218,7 +218,7 @@ class _Files:
         self.labels = torch.tensor([label for _, label in files], dtype=torch.int64)
 
     def raw(self, index: int, *, channels: int, size: int) -> Tensor:
-        return opened(self.root / self.names[index], channels=channels, size=size)
+        return open_image(self.root / self.names[index], channels=channels, size=size)
 
 
 def _folder(name: str, config: Config, say: Say) -> ImageData:
@@ -246,7 +246,7 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     else:
         if len(train) < 2:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
-        trained, evaluated = parted(len(train), config.data.evaluation)
+        trained, evaluated = split_samples(len(train), config.data.evaluation)
         evaluation = [train[sample] for sample in evaluated]
         train = [train[sample] for sample in trained]
     content = []
@@ -409,7 +409,7 @@ class _ImageColumn:
         if value is None:
             raise ImageError("", "the row has no image")
         path = str(value.get("path") or "")
-        return opened(value.get("bytes") or path, channels=channels, size=size, name=path)
+        return open_image(value.get("bytes") or path, channels=channels, size=size, name=path)
 
 
 def _table(config: Config, say: Say) -> ImageData:

@@ -41,7 +41,7 @@ from lockstep.task import DataFacts, Task
 from lockstep.tasks.prepare import is_prepared, named_tokenizer, open_shards, read_index
 from lockstep.text.documents import PaddedDocuments, Tokenizer
 from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files
-from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, TokenShards, prepare
+from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenFiles, TokenizerToTrain, prepare
 from lockstep.transforms.precision import AUTOCAST
 
 __all__ = [
@@ -175,7 +175,7 @@ class LanguageModel(Task):
 
     def work(self, dataset: Samples, samples: Sequence[int]) -> float | None:
         """Return the tokens of the batch with padding; None if all samples have equally many."""
-        if isinstance(dataset, PaddedDocuments | TokenShards) and dataset.padded:
+        if isinstance(dataset, PaddedDocuments | TokenFiles) and dataset.padded:
             return float(len(samples) * dataset.longest(samples))
         return None
 
@@ -186,7 +186,7 @@ class LanguageModel(Task):
         it. Every rank must call it: a forward may be collective. `model` is the engine's.
         """
         corpus = self.corpus
-        begin = corpus.begun(self._prompt) if self._prompt else corpus.opening()
+        begin = corpus.encode_prompt(self._prompt) if self._prompt else corpus.opening()
         temperature = 0.0 if corpus.prompts else Sampling().temperature
         # A forward of a split model is a collective, so every rank must generate equally many tokens.
         sampling = Sampling(tokens=_SAMPLE_TOKENS, temperature=temperature, ends_early=False)
@@ -220,7 +220,7 @@ class LanguageModel(Task):
         Raises:
             ConfigError: there is no token to begin with.
         """
-        begins = [self.corpus.begun(prompt) for prompt in prompts]
+        begins = [self.corpus.encode_prompt(prompt) for prompt in prompts]
         if not all(begins):
             raise ConfigError("--prompt is empty, but this model has no token that begins a text; set --prompt")
         return self._in_order(model, begins, device, sampling)

@@ -45,7 +45,7 @@ from lockstep.text.token_store import (
 
 __all__ = [
     "INDEX",
-    "Job",
+    "PrepareJob",
     "check_shards",
     "describe_index",
     "is_prepared",
@@ -74,7 +74,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PrepareJob:
     """Settings of `lockstep data prepare`.
 
     Attributes:
@@ -113,7 +113,9 @@ def is_prepared(name: str) -> bool:
     return (folder / INDEX).is_file() or (folder / _JOB).is_file()
 
 
-def prepare_shards(job: Job, tokenizer: Tokenizer | TokenizerToTrain, *, processes: int, say: Say) -> dict[str, Any]:
+def prepare_shards(
+    job: PrepareJob, tokenizer: Tokenizer | TokenizerToTrain, *, processes: int, say: Say
+) -> dict[str, Any]:
     """Write the shards that are missing, then the index.
 
     Args:
@@ -129,13 +131,13 @@ def prepare_shards(job: Job, tokenizer: Tokenizer | TokenizerToTrain, *, process
         DataError: no such data, or data that cannot be tokenized; a process was killed.
     """
     folder = job.folder
-    with _explained(folder):
+    with _explain_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with alone(folder, say, str(folder)):
             return _prepare(job, tokenizer, processes, say)
 
 
-def _prepare(job: Job, tokenizer: Tokenizer | TokenizerToTrain, processes: int, say: Say) -> dict[str, Any]:
+def _prepare(job: PrepareJob, tokenizer: Tokenizer | TokenizerToTrain, processes: int, say: Say) -> dict[str, Any]:
     folder = job.folder
     ranges = _open_data(job, say)
     if ranges.note:
@@ -161,19 +163,19 @@ def _prepare(job: Job, tokenizer: Tokenizer | TokenizerToTrain, processes: int, 
             missing.append(shard)
     if written:
         say(f"{len(written)} of {len(shards)} shards are there already")
-    progress = _Progress(len(shards), len(missing), say)
+    progress = _ProgressLines(len(shards), len(missing), say)
     for shard, counts in _write_all(job, facts, missing, processes):
         written[shard] = counts
         progress.add(counts)
     return _finish(job, ranges, facts, written)
 
 
-def _open_data(job: Job, say: Say) -> DocumentRanges:
+def _open_data(job: PrepareJob, say: Say) -> DocumentRanges:
     return open_ranges(job.request, job.packing.fraction, job.shard_size, job.cache, say)
 
 
 @lru_cache(maxsize=1)
-def _opened(job: Job) -> tuple[DocumentRanges, Tokenizer]:
+def _open(job: PrepareJob) -> tuple[DocumentRanges, Tokenizer]:
     """Open data and tokenizer once in a process."""
     return _open_data(job, lambda line: None), _stored_tokenizer(job.folder, job.trust_remote_code)
 
@@ -215,7 +217,7 @@ def named_tokenizer(name: str, trust_remote_code: bool, cache: Path, say: Say) -
     return HubTokenizer(name, trust_remote_code=trust_remote_code, cache=cache, say=say)
 
 
-def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain) -> dict[str, Any]:
+def _key(job: PrepareJob, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain) -> dict[str, Any]:
     """Return everything that decides the content of the shards."""
     packing = asdict(job.packing)
     # Windows of any length share the files.
@@ -264,7 +266,7 @@ def _check_folder(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _begin(
-    job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain, key: dict[str, Any], say: Say
+    job: PrepareJob, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain, key: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """Store the tokenizer and the facts that all shards share, and return these."""
     folder = job.folder
@@ -282,7 +284,7 @@ def _begin(
 
 
 def _write_all(
-    job: Job, facts: dict[str, Any], shards: list[_Shard], processes: int
+    job: PrepareJob, facts: dict[str, Any], shards: list[_Shard], processes: int
 ) -> Iterator[tuple[_Shard, dict[str, Any]]]:
     """Write the shards, and yield each with its counts when it is on disk."""
     if processes == 1 or len(shards) < 2:
@@ -342,9 +344,9 @@ def _init_process() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _write_shard(job: Job, facts: dict[str, Any], shard: _Shard) -> dict[str, Any]:
+def _write_shard(job: PrepareJob, facts: dict[str, Any], shard: _Shard) -> dict[str, Any]:
     """Write a shard's files, then its facts, and return these."""
-    ranges, tokenizer = _opened(job)
+    ranges, tokenizer = _open(job)
     documents = getattr(ranges, shard.split)[shard.number]
     # Files get their names when they are complete on disk; the facts follow, and mark the shard as finished.
     work = job.folder / f".{shard.name}.{os.getpid()}"
@@ -386,7 +388,7 @@ def _read_facts(folder: Path, shard: _Shard) -> dict[str, Any] | None:
     return None
 
 
-class _Progress:
+class _ProgressLines:
     """Progress lines: shards, tokens, rate and the time that is left."""
 
     def __init__(self, total: int, missing: int, say: Say) -> None:
@@ -424,7 +426,7 @@ def _duration(seconds: float) -> str:
 
 
 def _finish(
-    job: Job, ranges: DocumentRanges, facts: dict[str, Any], written: dict[_Shard, dict[str, Any]]
+    job: PrepareJob, ranges: DocumentRanges, facts: dict[str, Any], written: dict[_Shard, dict[str, Any]]
 ) -> dict[str, Any]:
     """Write the index, and return it."""
     notes = list(facts["notes"])
@@ -539,7 +541,7 @@ def check_shards(folder: Path, index: dict[str, Any], *, contents: bool) -> Iter
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _explain_error(folder: Path) -> Iterator[None]:
     """Turn an error of the storage into one line, in a context."""
     try:
         yield

@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.files import cache_folder
 from lockstep.models.vision import MLP
 from lockstep.task import Task
-from lockstep.tasks.columns import diabetes, find_column, parted
+from lockstep.tasks.columns import diabetes, find_column, split_samples
 from lockstep.text.hub import DataRequest, HubTable, open_table
 
 __all__ = [
@@ -221,7 +221,7 @@ def make(config: Config, say: Say) -> Regression:
         columns = diabetes(flag)
         digest = "scikit-learn"
         kinds = dict.fromkeys(columns, "float64")
-        parts = parted(len(columns["target"]), data.evaluation)
+        parts = split_samples(len(columns["target"]), data.evaluation)
         values = {}
         for key, column in columns.items():
             values[key] = tuple([column[row] for row in row_numbers] for row_numbers in parts)

@@ -3,7 +3,7 @@
     reach(say)                                # once, before a package asks the hub for anything
 
 The packages that download retry a connection for the better part of a minute, on each rank. A single attempt, a few
-seconds at most, decides here whether they may try at all. `prepared` fills a folder once, whatever number of processes
+seconds at most, decides here whether they may try at all. `fill_once` fills a folder once, whatever number of processes
 ask for it.
 """
 
@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError
 from lockstep.files import sync
 
 __all__ = [
-    "prepared",
+    "fill_once",
     "reach",
     "snapshot",
     "way_out",
@@ -64,7 +64,7 @@ def alone(folder: Path, say: Callable[[str], None], label: str) -> Iterator[None
 _FACTS = "facts.json"
 
 
-def prepared(
+def fill_once(
     folder: Path, write: Callable[[Path], dict[str, Any]], *, say: Callable[[str], None], label: str
 ) -> dict[str, Any]:
     """Return the facts of `folder`, first filling it by `write(temporary folder)` if needed.

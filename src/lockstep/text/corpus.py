@@ -26,7 +26,7 @@ __all__ = [
     "ByteBPE",
     "TokenBlocks",
     "Windows",
-    "mapped",
+    "map_numbers",
     "token_type",
 ]
 
@@ -133,8 +133,8 @@ class _TokenRows:
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.masked = masked
-        self._tokens: NDArray[Any] = mapped(path, token_type(vocab_size))
-        self._labels = mapped(path.with_suffix(LABELS), np.dtype("u1")) if masked else None
+        self._tokens: NDArray[Any] = map_numbers(path, token_type(vocab_size))
+        self._labels = map_numbers(path.with_suffix(LABELS), np.dtype("u1")) if masked else None
         self._row = np.arange(width)
         self._count = max(0, len(self._tokens) - width + seq_len) // seq_len
 
@@ -160,7 +160,7 @@ class _TokenRows:
         A DataLoader calls it once a batch.
         """
         rows, labels = self._read(indices)
-        pairs = zip(*self._shifted(rows, labels), strict=True)
+        pairs = zip(*self._shift(rows, labels), strict=True)
         return [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs]
 
     def _read(self, indices: list[int]) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ class _TokenRows:
             return rows, rows
         return rows, rows.masked_fill(torch.from_numpy(self._labels[places] == 0), IGNORED)
 
-    def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _shift(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         raise NotImplementedError
 
 
@@ -202,7 +202,7 @@ class Windows(_TokenRows):
             return None
         return self.seq_len
 
-    def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _shift(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return rows[:, :-1].unbind(), labels[:, 1:].unbind()
 
 
@@ -230,11 +230,11 @@ class TokenBlocks(_TokenRows):
             return None
         return self.seq_len - 1
 
-    def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _shift(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return rows.unbind(), torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).unbind()
 
 
-def mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
+def map_numbers(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
     """Memory-map the numbers in a file."""
     # An empty file cannot be mapped.
     if not path.stat().st_size:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DataError
-from lockstep.text.corpus import IGNORED, LABELS, mapped, token_type
+from lockstep.text.corpus import IGNORED, LABELS, map_numbers, token_type
 
 __all__ = [
     "Example",
@@ -28,7 +28,7 @@ __all__ = [
     "PaddedDocuments",
     "Tokenizer",
     "alike",
-    "packed",
+    "pack",
     "tokens_of",
 ]
 
@@ -131,9 +131,9 @@ class _TokenDocuments:
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.masked = masked
-        self._tokens: NDArray[Any] = mapped(path, token_type(vocab_size))
-        self._labels = mapped(path.with_suffix(LABELS), np.dtype("u1")) if masked else None
-        self._starts = mapped(path.with_suffix(".starts"), _OFFSET)
+        self._tokens: NDArray[Any] = map_numbers(path, token_type(vocab_size))
+        self._labels = map_numbers(path.with_suffix(LABELS), np.dtype("u1")) if masked else None
+        self._starts = map_numbers(path.with_suffix(".starts"), _OFFSET)
 
     @property
     def tokens(self) -> int:
@@ -201,8 +201,8 @@ class Packed(_TokenDocuments):
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
         super().__init__(path, vocab_size, seq_len, masked)
-        self._order = mapped(path.with_suffix(".order"), _OFFSET)
-        self._packs = mapped(path.with_suffix(".packs"), _OFFSET)
+        self._order = map_numbers(path.with_suffix(".order"), _OFFSET)
+        self._packs = map_numbers(path.with_suffix(".packs"), _OFFSET)
 
     def __reduce__(self) -> tuple[type["Packed"], tuple[Path, int, int, bool]]:
         return Packed, (self.path, self.vocab_size, self.seq_len, self.masked)
@@ -237,7 +237,7 @@ class Packed(_TokenDocuments):
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
 
-def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Pack documents of these lengths into windows of `room` tokens: best fit decreasing.
 
     Each length is at most `room`. Each document goes where it leaves the least space; equal ones keep their order.

@@ -28,8 +28,8 @@ from lockstep.errors import DataError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.text.cache import reach, snapshot, way_out
 from lockstep.text.documents import Example
-from lockstep.text.sources import DocumentSpan, TextFile, cut, find, pieces, split
-from lockstep.text.tables import DataRequest, file_digest, open_tables, supported, table_files
+from lockstep.text.sources import DocumentSpan, TextFile, cut, find, pieces, split_files
+from lockstep.text.tables import DataRequest, file_digest, list_suffixes, open_tables, table_files
 
 __all__ = [
     "DataRequest",
@@ -318,7 +318,7 @@ def open_rows(request: DataRequest, say: Say) -> HubRows:
 
     def documents(fraction: float, scratch: Path) -> Documents:
         with _one_line_errors(request):
-            return _split(open_tables(_datasets(request), request, scratch, say), request, fraction)
+            return _split_documents(open_tables(_datasets(request), request, scratch, say), request, fraction)
 
     return HubRows(digest, "", documents)
 
@@ -384,7 +384,7 @@ def _row_ranges(table: Any, size: int) -> list[range]:
 
 def _plain_ranges(request: DataRequest, fraction: float, size: int, say: Say) -> DocumentRanges:
     sources = find(request.name, request.skip, say)
-    splits = split(sources, fraction, _SPLIT_SEED)
+    splits = split_files(sources, fraction, _SPLIT_SEED)
     train, evaluation = ([_plain_part(spans) for spans in cut(documents, size)] for documents in splits)
     return DocumentRanges(_sources_digest(sources), "", train, evaluation)
 
@@ -408,7 +408,7 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
         files = table_files(request.name)
         revision = ""
         if not files:
-            raise DataError(f"{request.label}: no such file or folder of files; supported: {supported()}")
+            raise DataError(f"{request.label}: no such file or folder of files; supported: {list_suffixes()}")
         digest = _content_digest(request, [[path.name, file_digest(path)] for path in files])
         with _one_line_errors(request):
             builder = open_tables(_datasets(request), request, cache, say)
@@ -434,7 +434,7 @@ def _from_hub(request: DataRequest, say: Say) -> HubRows:
     def documents(fraction: float, scratch: Path) -> Documents:
         say(f"downloading {request.name}, unless it is in HF_HOME")
         with _one_line_errors(request):
-            return _split(builder, request, fraction)
+            return _split_documents(builder, request, fraction)
 
     return HubRows(_content_digest(request, [request.name, commit]), commit, documents)
 
@@ -468,7 +468,7 @@ def _content_digest(request: DataRequest, content: list[Any]) -> str:
     return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
 
 
-def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
+def _split_documents(builder: Any, request: DataRequest, fraction: float) -> Documents:
     (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
     read, note, prompts = _row_reader(train, request)
     return Documents(_part(train, read, rows), _part(evaluation, read, evaluation_rows), note, prompts=prompts)
@@ -616,7 +616,7 @@ def plain_rows(name: str, skip: float = LIMIT, say: Say = lambda line: None) -> 
     sources = find(name, skip, say)
 
     def documents(fraction: float, scratch: Path) -> Documents:
-        train, evaluation = split(sources, fraction, _SPLIT_SEED)
+        train, evaluation = split_files(sources, fraction, _SPLIT_SEED)
         return Documents(_plain_part(train), _plain_part(evaluation), _note(sources), check)
 
     def check() -> None:

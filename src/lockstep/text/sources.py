@@ -1,7 +1,7 @@
 r"""List a corpus's text files in a fixed order with checksums, and split them.
 
     sources = find("builtin:stdlib")                    # or a text file, or a folder of them
-    train, evaluation = split(sources, eval_fraction=0.05, seed=0)
+    train, evaluation = split_files(sources, eval_fraction=0.05, seed=0)
     for text, last in pieces(train): ...
 
 Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens on every
@@ -22,7 +22,7 @@ from lockstep.data.found import LIMIT, FoundFiles, inner_suffix, is_compressed, 
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 
-__all__ = ["DocumentSpan", "TextFile", "cut", "find", "pieces", "split"]
+__all__ = ["DocumentSpan", "TextFile", "cut", "find", "pieces", "split_files"]
 
 _STDLIB = "builtin:stdlib"
 
@@ -180,7 +180,9 @@ def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = Fal
     return True
 
 
-def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[list[DocumentSpan], list[DocumentSpan]]:
+def split_files(
+    sources: list[TextFile], eval_fraction: float, seed: int
+) -> tuple[list[DocumentSpan], list[DocumentSpan]]:
     """Split the readable documents into (training, evaluation), each in the order of their names.
 
     Files go to the evaluation in an order keyed by (seed, name) while they fit into `eval_fraction` of the bytes; at
@@ -192,7 +194,7 @@ def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[lis
         source = readable[0]
         cut = _line_end(source, round(source.size * (1.0 - eval_fraction)))
         return [DocumentSpan(source.path, 0, cut)], [DocumentSpan(source.path, cut, source.size)]
-    chosen = _chosen(readable, eval_fraction * sum(source.size for source in readable), seed)
+    chosen = _choose_evaluation(readable, eval_fraction * sum(source.size for source in readable), seed)
     spans = [(source in chosen, DocumentSpan(source.path, 0, source.size)) for source in readable]
     train = []
     evaluation = []
@@ -204,7 +206,7 @@ def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[lis
     return train, evaluation
 
 
-def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
+def _choose_evaluation(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
     # The choice depends on names and seed alone, so it is the same on every machine.
     def rank(source: TextFile) -> int:
         return derive(seed, "split", xxhash.xxh3_64_intdigest(os.fsencode(source.name)))

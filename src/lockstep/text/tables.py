@@ -21,7 +21,7 @@ import xxhash
 from lockstep.data.found import LIMIT, FoundFiles, inner_suffix, is_compressed, open_plain, unpack
 from lockstep.errors import DataError
 
-__all__ = ["DataRequest", "file_digest", "open_tables", "supported", "table_files"]
+__all__ = ["DataRequest", "file_digest", "list_suffixes", "open_tables", "table_files"]
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _PROSE = (".txt", ".md", ".py")
@@ -61,7 +61,7 @@ class DataRequest:
         return f"--dataset-name {self.name}"
 
 
-def supported() -> str:
+def list_suffixes() -> str:
     """List the suffixes of tables, for a message."""
     return ", ".join(suffix.lstrip(".") for suffix in _KINDS)
 

@@ -27,16 +27,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DataError
-from lockstep.text.cache import prepared
+from lockstep.text.cache import fill_once
 from lockstep.text.corpus import IGNORED, LABELS, SETTINGS, ByteBPE, TokenBlocks, Windows, token_type
-from lockstep.text.documents import Example, Packed, PaddedDocuments, Tokenizer, packed, tokens_of
+from lockstep.text.documents import Example, Packed, PaddedDocuments, Tokenizer, pack, tokens_of
 from lockstep.text.hub import Documents, HubSplit
 
 __all__ = [
     "Packing",
     "Samples",
     "TokenCorpus",
-    "TokenShards",
+    "TokenFiles",
     "TokenizerToTrain",
     "begin_corpus",
     "check_split",
@@ -224,7 +224,7 @@ def _write_documents(
     _numbers(path.with_suffix(".starts"), starts)
     # Windows of whole documents, found once, so that any process can read any window.
     if packing.kind == "documents":
-        windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
+        windows = pack((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
         _numbers(path.with_suffix(".packs"), np.cumsum([0, *map(len, windows)]).tolist())
 
@@ -302,7 +302,7 @@ TokenSamples = Windows | TokenBlocks | PaddedDocuments | Packed
 
 
 @final
-class TokenShards:
+class TokenFiles:
     """The samples of a split in several files, one after the other.
 
     Args:
@@ -366,7 +366,7 @@ class TokenShards:
             yield self._parts[number], places.tolist(), (wanted[places] - start).tolist()
 
 
-Samples = TokenSamples | TokenShards
+Samples = TokenSamples | TokenFiles
 Say = Callable[[str], None]
 
 
@@ -417,7 +417,7 @@ class TokenCorpus:
             parts.append(_KINDS[packing.kind](self.folder / f"{shard}.bin", self.vocab_size, packing.seq_len, masked))
         if shards is None:
             return parts[0]
-        return TokenShards(parts)
+        return TokenFiles(parts)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -438,7 +438,7 @@ class TokenCorpus:
         """Return the tokens of a text, without a separator."""
         return self.tokenizer.encode_all([text])[0]
 
-    def begun(self, prompt: str) -> list[int]:
+    def encode_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of a document's beginning `prompt`; in a conversation, the user's message."""
         if self.chat:
             # As in `ends`: only a hub tokenizer gets here.
@@ -501,7 +501,7 @@ def prepare(
             splits.check()
         return {"fingerprint": key, "name": name, **facts}
 
-    facts = prepared(folder, write, say=say, label=name)
+    facts = fill_once(folder, write, say=say, label=name)
     for note in facts["notes"]:
         say(f"--dataset-name {name}: {note}")
     if facts["prompts"] and prompt_packing:

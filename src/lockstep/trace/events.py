@@ -77,7 +77,7 @@ class Listener:
 
     before_forward(module, args), after_forward(module, args, kwargs, output): a module's forward.
     update(optimizer, closure): an optimizer's step begins; returns the closure to run instead, or None.
-    updated(optimizer): it has ended.
+    end_update(optimizer): it has ended.
 
     Args:
         make: makes the recorder of this process, and another one in each forked process. One that does not train, such
@@ -158,7 +158,7 @@ class Listener:
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
             if within and within[0]() is optimizer:
                 within.clear()
-                self.updated(optimizer)
+                self.end_update(optimizer)
 
         self._undo.callback(register_optimizer_step_pre_hook(before).remove)
         self._undo.callback(register_optimizer_step_post_hook(after).remove)
@@ -166,7 +166,7 @@ class Listener:
     def update(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Begin an optimizer's step; return the closure to run instead, or None."""
 
-    def updated(self, optimizer: Any) -> None:
+    def end_update(self, optimizer: Any) -> None:
         """End an optimizer's step."""
 
     def _close(self) -> None:

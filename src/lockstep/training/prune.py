@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import attached, verify_data
+from lockstep.checkpoint.check import find_source, verify_data
 from lockstep.checkpoint.format import read_manifest, step_name
 from lockstep.checkpoint.stored import open_run, remote_of
 from lockstep.checkpoint.upload import Uploader
@@ -120,7 +120,7 @@ def _best_of(folder: RunFolder, newest: int) -> int:
 
 def _bytes_in(path: Path) -> int:
     with suppress(CheckpointError):
-        if attached(path):
+        if find_source(path):
             return read_manifest(path).size
     # A link counts as itself: its target may be elsewhere.
     total = 0

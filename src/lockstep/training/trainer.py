@@ -25,7 +25,7 @@ from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
 from lockstep.distributed.membership import Member, translate_errors
 from lockstep.distributed.progress import COMPUTING, IN_BODY, mark_running
 from lockstep.distributed.world import World
-from lockstep.engines.memory import explained
+from lockstep.engines.memory import explain_out_of_memory
 from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError
 from lockstep.guards.nonfinite import Rollback, read_skips
 from lockstep.guards.preemption import Preemption
@@ -312,7 +312,7 @@ def _build_and_lock(spec: RunSpec, status: RunStatus, world: World) -> RunParts:
         check_last=_check_before_lock,
     )
     try:
-        with explained(None, world), translate_errors():
+        with explain_out_of_memory(None, world), translate_errors():
             built = build_together(inputs.config, spec.task, world, inputs.user_objects, request)
     except CheckpointError as error:
         if is_new:
@@ -411,7 +411,7 @@ def _check_free(config: Config, world: World) -> None:
 def _join(spec: RunSpec, status: RunStatus, member: Member) -> Training:
     """Replace a lost process: build alone, then join the others between two steps."""
     assert status.ranks.world is not None
-    with explained(None, status.ranks.world), translate_errors():
+    with explain_out_of_memory(None, status.ranks.world), translate_errors():
         built = build_joiner(spec, status.inputs, status.ranks.world, member)
     status.hold(built)
     status.name = "running"
@@ -657,7 +657,7 @@ def _enter_contexts(
     contexts.enter_context(watchdog)
     contexts.enter_context(components.recorder)
     contexts.enter_context(components.profiler)
-    contexts.enter_context(explained(built.engine, built.world))
+    contexts.enter_context(explain_out_of_memory(built.engine, built.world))
     contexts.enter_context(translate_errors())
     contexts.enter_context(cut_step(status.ranks, built, components.exchange, components.save))
 
@@ -779,7 +779,7 @@ def _record_regroup(timeline: Timeline, built: RunParts) -> None:
     if built.world.is_main and not timeline.is_open:
         timeline.open(built.setup.folder.timeline, built.start, built.world.size, recovered=True)
     else:
-        timeline.regrouped(built.start, built.world.size)
+        timeline.record_regroup(built.start, built.world.size)
 
 
 def _end_status(status: RunStatus, reason: BaseException | None) -> str:

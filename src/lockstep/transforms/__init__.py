@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.transforms.attention import attention, described, facts_of, order_of
-from lockstep.transforms.batchnorm import recorders, recording, synchronised
-from lockstep.transforms.determinism import autotuned, check_graphs, pin_compiler
+from lockstep.transforms.attention import attention, describe, facts_of, order_of
+from lockstep.transforms.batchnorm import recorders, recording, synchronise
+from lockstep.transforms.determinism import check_graphs, list_autotuning, pin_compiler
 from lockstep.transforms.precision import (
     AUTOCAST,
     PARAMETERS,
     autocast,
     check_policy,
-    checkpointed,
-    compiled,
+    checkpoint_blocks,
+    compile_blocks,
     parameters_in,
 )
 from lockstep.transforms.weight_copies import WeightCopies
@@ -30,14 +30,14 @@ __all__ = [
     "Transforms",
     "attention",
     "autocast",
-    "checkpointed",
-    "compiled",
-    "described",
+    "checkpoint_blocks",
+    "compile_blocks",
+    "describe",
     "parameters_in",
     "prepare",
     "recorders",
     "recording",
-    "synchronised",
+    "synchronise",
 ]
 
 
@@ -102,14 +102,14 @@ def prepare(  # noqa: PLR0913
     if chosen.batchnorm == "replay":
         model = recording(model, say)
     elif chosen.batchnorm == "sync":
-        model = synchronised(model, say)
+        model = synchronise(model, say)
     dtype = PARAMETERS[precision]
     order = order_of(facts_of(device), masked=chosen.masked)
-    line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, order, masked=chosen.masked)
+    line = describe(model, chosen.attention, AUTOCAST.get(precision, dtype), device, order, masked=chosen.masked)
     if line:
         (note or say)(line)
     model = attention(model, chosen.attention, blocks, order)
-    model = checkpointed(model, chosen.activation_checkpointing, blocks)
+    model = checkpoint_blocks(model, chosen.activation_checkpointing, blocks)
     model = parameters_in(model, dtype, keep_dtype=keep_dtype, mixes=precision in AUTOCAST, say=say)
     if move:
         model = model.to(device)
@@ -118,7 +118,7 @@ def prepare(  # noqa: PLR0913
     if precision in AUTOCAST:
         model = autocast(model, AUTOCAST[precision], device.type, float32_outputs=float32_outputs)
     if compile_model:
-        model = compiled(model, _to_compile(chosen.compile_scope, blocks, from_task))
+        model = compile_blocks(model, _to_compile(chosen.compile_scope, blocks, from_task))
     return model
 
 
@@ -147,7 +147,7 @@ def _check_compiler() -> None:
 
     The choice varies from run to run.
     """
-    variables = autotuned()
+    variables = list_autotuning()
     if variables:
         raise ConfigError(
             f"--exact with --compile cannot run with {variables[0]}=1, which picks kernels by speed; unset it"

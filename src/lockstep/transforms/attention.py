@@ -2,7 +2,7 @@
 
 order = order_of(facts_of(device), masked=False)             # what "auto" comes to
 model = attention(model, "auto", model.blocks, order)
-line = described(model, "auto", torch.bfloat16, device, order)
+line = describe(model, "auto", torch.bfloat16, device, order)
 # "attention: flash (12 heads of 64, bfloat16, causal, no mask); not cudnn: ..."
 
 "auto" keeps torch's own order except for cuDNN, whose attention is the fastest on Hopper (1.7 to 2.3 times,
@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "attention",
-    "described",
+    "describe",
     "facts_of",
     "order_of",
 ]
@@ -135,11 +135,11 @@ def attention(
 
 
 def _restrict(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    def restricted(*inputs: Any, **kwargs: Any) -> Any:
+    def forward_restricted(*inputs: Any, **kwargs: Any) -> Any:
         with _only(names):
             return forward(*inputs, **kwargs)
 
-    return restricted
+    return forward_restricted
 
 
 def _only(names: tuple[str, ...]) -> AbstractContextManager[Any]:
@@ -161,7 +161,7 @@ class Shape(NamedTuple):
     dropout: float
 
 
-def described(
+def describe(
     model: nn.Module,
     choice: str,
     dtype: torch.dtype,
@@ -222,13 +222,13 @@ def described(
         if name != runs:
             exclusions.append(f"not {name}: {reasons.get(name) or unnamed}")
     if facts_of(device).cudnn:
-        version = f"; cuDNN {_dotted(facts_of(device).cudnn)}"
+        version = f"; cuDNN {_format_version(facts_of(device).cudnn)}"
     else:
         version = ""
     return f"attention: {runs} ({shape_text}); {'; '.join(exclusions)}{version}"
 
 
-def _dotted(version: int) -> str:
+def _format_version(version: int) -> str:
     """Format a version, 91501 -> 9.15.1, as from cuDNN 9 on."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 

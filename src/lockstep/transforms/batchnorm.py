@@ -1,7 +1,7 @@
 """BatchNorm layers that record their statistics instead of updating the running ones.
 
     model = recording(model, say)       each forward normalises by its own samples
-    model = synchronised(model, say)    the forwards that all ranks compute at the same time, by those of all
+    model = synchronise(model, say)    the forwards that all ranks compute at the same time, by those of all
 
 Modules, names, parameters and buffers stay the same. `lockstep.engines.buffers` updates the running statistics from the
 records, once a step. `resolve_batchnorm` chooses between the two.
@@ -29,7 +29,7 @@ __all__ = [
     "recorders",
     "recording",
     "resolve_batchnorm",
-    "synchronised",
+    "synchronise",
 ]
 
 
@@ -89,7 +89,7 @@ def _obstacle(config: Config, world_size: int) -> str:
 
 
 @dataclass
-class _Forward:
+class _ForwardState:
     """The present forward of this process.
 
     Not a ContextVar: on a GPU the backward, and what it recomputes, runs in another thread.
@@ -103,7 +103,7 @@ class _Forward:
     alone: bool = False
 
 
-_FORWARD = _Forward()
+_FORWARD = _ForwardState()
 
 
 @contextmanager
@@ -344,7 +344,7 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Ranks exchange means and variances, not sums of squares, which cancel where the mean is large.
     """
-    var, mean = torch.var_mean(_widened(input), _summed_dims(input), correction=0)
+    var, mean = torch.var_mean(_widen(input), _summed_dims(input), correction=0)
     count = mean.new_full((1,), input.numel() // input.shape[1] if _FORWARD.counts else 0)
     # A row per rank; an empty slot has a count of 0, and so no weight.
     local_row = torch.cat([mean, var, count])
@@ -391,7 +391,7 @@ def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | Non
     """Normalise as `_Normalise`, by operations that can be differentiated again. Collective."""
     dims = _summed_dims(input)
     shape = _channel_shape(input)
-    wide = _widened(input)
+    wide = _widen(input)
     counted = 1.0 if _FORWARD.counts else 0.0
     count = wide.new_full((1,), counted * input.numel() / input.shape[1])
     # All ranks.
@@ -408,7 +408,7 @@ def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | Non
     return output.to(input.dtype)
 
 
-def _widened(input: Tensor) -> Tensor:
+def _widen(input: Tensor) -> Tensor:
     # Sums in half precision would lose most of their digits.
     if input.dtype.itemsize < 4:
         return input.float()
@@ -470,7 +470,7 @@ def recorders(model: nn.Module) -> list[Recording]:
     return modules
 
 
-def synchronised(model: nn.Module, say: Callable[[str], None]) -> nn.Module:
+def synchronise(model: nn.Module, say: Callable[[str], None]) -> nn.Module:
     """Turn the model's BatchNorm layers into ones that normalise over all ranks, in place.
 
     A layer of a derived class has its own forward and is left unchanged; `say` gets a line.

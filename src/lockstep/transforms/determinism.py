@@ -14,7 +14,7 @@ import torch
 
 from lockstep.errors import ConfigError
 
-__all__ = ["autotuned", "check_graphs", "check_precision", "keep_fastpath_off", "pin", "pin_compiler"]
+__all__ = ["check_graphs", "check_precision", "keep_fastpath_off", "list_autotuning", "pin", "pin_compiler"]
 
 _AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
 # Most shapes of one compiled function, before its recompilation fails.
@@ -245,7 +245,7 @@ def keep_fastpath_off() -> None:
     _FASTPATH.write(False)
 
 
-def autotuned() -> list[str]:
+def list_autotuning() -> list[str]:
     """Return the set variables that make the compiler choose kernels by speed.
 
     The choice differs from run to run.

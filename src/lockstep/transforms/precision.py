@@ -1,7 +1,8 @@
 """Apply a precision, activation checkpointing and compilation to a model.
 
-`parameters_in`, `autocast` and `task_in_precision` set the dtypes of parameters, products and losses. `checkpointed`
-recomputes blocks in the backward. `compiled`, `uncompiled` and `eager` control torch's compiler.
+`parameters_in`, `autocast` and `task_in_precision` set the dtypes of parameters, products and losses.
+`checkpoint_blocks` recomputes blocks in the backward. `compile_blocks`, `undo_compile` and `eager` control torch's
+compiler.
 """
 
 import functools
@@ -24,15 +25,15 @@ __all__ = [
     "PARAMETERS",
     "autocast",
     "check_policy",
-    "checkpointed",
-    "compiled",
+    "checkpoint_blocks",
+    "compile_blocks",
     "eager",
     "is_compiled",
     "is_double",
     "is_fast",
     "parameters_in",
     "task_in_precision",
-    "uncompiled",
+    "undo_compile",
     "without_autocast",
 ]
 
@@ -88,7 +89,7 @@ def check_policy(policy: str) -> int:
     return int(number)
 
 
-def checkpointed(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> nn.Module:
+def checkpoint_blocks(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> nn.Module:
     """Recompute the model's `blocks` in the backward. In place; names stay the same.
 
     Args:
@@ -115,19 +116,19 @@ def checkpointed(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> 
 
 
 def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def recomputed(*inputs: Any, **kwargs: Any) -> Any:
+    def recompute(*inputs: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
-    return recomputed
+    return recompute
 
 
 def _recompute_selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
     contexts = partial(create_selective_checkpoint_contexts, _SAVED_OPERATORS)
 
-    def recomputed(*inputs: Any, **kwargs: Any) -> Any:
+    def recompute(*inputs: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)
 
-    return recomputed
+    return recompute
 
 
 @contextmanager
@@ -362,7 +363,7 @@ def task_in_precision(task: Task, precision: str, device_type: str, say: Callabl
     return in_context(task, context, report)
 
 
-def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
     """Compile each of the `blocks`, or the whole model if there are none.
 
     In place; names stay plain.
@@ -386,10 +387,10 @@ def _wrap_in_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
     Without the wrapper an nn.Sequential would stay eager.
     """
 
-    def framed(*inputs: Any, **kwargs: Any) -> Any:
+    def call_forward(*inputs: Any, **kwargs: Any) -> Any:
         return forward(*inputs, **kwargs)
 
-    return framed
+    return call_forward
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -401,8 +402,8 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Undo `compiled`."""
+def undo_compile(model: nn.Module) -> nn.Module:
+    """Undo `compile_blocks`."""
     for module in model.modules():
         module._compiled_call_impl = None
     for module in _with_ending(model):

@@ -7,7 +7,7 @@
     copies.hand_over()                              # before the update: gradients are the float32 weights' own
 
 As in llm.c and Megatron-LM. The parameters stay float32 under their own names: the optimizer, checkpoints, averages,
-evaluations and exports do not know of the copies. Outside `used()` the model multiplies by the parameters, which
+evaluations and exports do not know of the copies. Outside `use()` the model multiplies by the parameters, which
 autocast casts to the same numbers, so a stale copy does no harm there.
 """
 
@@ -124,7 +124,7 @@ class WeightCopies:
         torch._foreach_copy_(self.tensors, [master for _, master, _ in self._pairs])
         self._versions = [master._version for _, master, _ in self._pairs]
 
-    def moved(self) -> str:
+    def find_written(self) -> str:
         """Return the name of a parameter written since this step's `write`; "" if none.
 
         Detected by torch's version counter.
@@ -136,7 +136,7 @@ class WeightCopies:
         return ""
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Multiply by the copies within the context, under autocast to their dtype."""
         before = self._on
         self._on = True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lockstep.verify.request import Difference, TrainingSpec, listed
+from lockstep.verify.request import Difference, TrainingSpec, format_numbers
 from lockstep.verify.tolerance import Scales, Tolerance, unit_roundoff
 
 __all__ = ["Traces", "first_difference", "traces_of"]
@@ -89,7 +89,7 @@ def first_difference(traces: Traces) -> Difference | None:
     return next(_evaluation(traces), None)
 
 
-def _changed(traces: Traces, step: int) -> Iterator[Difference]:
+def _find_changed(traces: Traces, step: int) -> Iterator[Difference]:
     """Yield state that changed between two steps on the same rank. No tolerance applies."""
     for rank, record in traces.records(step):
         if record["changed"]:
@@ -121,7 +121,7 @@ def _data(traces: Traces, step: int) -> Iterator[Difference]:
             if reference is None or reference["data"] != slot["data"]:
                 yield Difference(step, "data", _leaf(slot, reference), rank, _locate(traces, slot["data"]))
     if sorted(computed) != sorted(expected):
-        text = f"the ranks compute micro-batches {listed(computed)} instead of {listed(expected)}"
+        text = f"the ranks compute micro-batches {format_numbers(computed)} instead of {format_numbers(expected)}"
         yield Difference(step, "data", "micro-batches", 0, text)
 
 
@@ -262,7 +262,7 @@ def _number(evaluation: dict[str, Any], name: str) -> float:
 def _reduction(traces: Traces, step: int) -> Iterator[Difference]:
     """Yield gradient differences that clipping does not explain."""
     if not _badly_clipped(traces, step):
-        yield from _unclipped(traces, step)
+        yield from _find_unclipped(traces, step)
         yield from _gradients(traces, step, "reduction")
         yield from _norms(traces, step)
 
@@ -285,7 +285,7 @@ def _gradients(traces: Traces, step: int, stage: str) -> Iterator[Difference]:
     yield from _tensors(traces, step, "gradient", stage)
 
 
-def _unclipped(traces: Traces, step: int) -> Iterator[Difference]:
+def _find_unclipped(traces: Traces, step: int) -> Iterator[Difference]:
     """Yield the first tensor that still differs with the clipping undone on both sides.
 
     One wrong gradient changes the norm, and with it the clipping of all the others.
@@ -402,7 +402,7 @@ Check = Callable[[Traces, int], Iterator[Difference]]
 
 _COMPARED: tuple[Check, ...] = (
     partial(_tensors, kind="initial", stage="initial weights"),
-    _changed,
+    _find_changed,
     _data,
     _randomness,
     _forward,

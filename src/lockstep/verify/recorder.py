@@ -5,7 +5,7 @@ control = StepControl(rate, recorder.seeding(seed), clock)
 for record in steps(recorder.engine, task, recorder.watch(step_loader), exchange, control):
     recorder.close(record)                # recorder.steps[-1] is this rank's step, as plain values
 
-Torch's optimizer hooks, set by `recorder.hooked()`, record the gradients and the rates.
+Torch's optimizer hooks, set by `recorder.hook()`, record the gradients and the rates.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ class StepRecorder:
             slot["loss"] = float(next(losses, 0.0)) if slot["weight"] else None
 
     @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
+    def hook(self) -> Iterator[None]:
         """Context manager in which this process's optimizers are recorded."""
         handle = register_optimizer_step_pre_hook(self._before_update)
         try:
@@ -156,7 +156,7 @@ class StepRecorder:
             return self.dtypes
         return None
 
-    def scaled(self, loss: Tensor, weight: float) -> None:
+    def record_loss(self, loss: Tensor, weight: float) -> None:
         """Record the loss passed to `backward`, its weight, and the generators after the forward."""
         self._present["drawn"] = _generators(self._device)
         # The host waits for the device here, once for each micro-batch.
@@ -269,7 +269,7 @@ class _Probe(ForwardingEngine):
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if not self._recorder.updates:
-            self._recorder.scaled(loss.detach() * weight, weight)
+            self._recorder.record_loss(loss.detach() * weight, weight)
         self.inner.backward(loss, weight)
 
     def step(

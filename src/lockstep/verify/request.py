@@ -38,7 +38,7 @@ __all__ = [
     "VerifyTable",
     "combine",
     "disturbed_spec",
-    "listed",
+    "format_numbers",
     "reference_specs",
     "refusal",
     "run_spec",
@@ -195,7 +195,7 @@ class VerifyRequest:
         # Not at the resume, where another cause would be likely.
         return max(0, usual - (usual == self.resume))
 
-    def resolved(self) -> "VerifyRequest":
+    def resolve(self) -> "VerifyRequest":
         """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
@@ -490,7 +490,7 @@ class VerifyTable:
 def _describe(difference: Difference, *, with_rank: bool) -> str:
     """Describe a difference; `with_rank`: several ranks ran, so name the wrong ones."""
     peers = [rank for rank in difference.ranks if rank != difference.rank]
-    also = f" (and {listed(peers)})" if peers else ""
+    also = f" (and {format_numbers(peers)})" if peers else ""
     if with_rank and difference.rank >= 0:
         rank = f"rank {difference.rank}{also}, "
     else:
@@ -501,7 +501,7 @@ def _describe(difference: Difference, *, with_rank: bool) -> str:
     )
 
 
-def listed(numbers: Iterable[int]) -> str:
+def format_numbers(numbers: Iterable[int]) -> str:
     """Format numbers as `0, 1, 2`, shortened if there are many."""
     texts = [str(number) for number in sorted(numbers)]
     return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... ({len(texts)} of them)"])

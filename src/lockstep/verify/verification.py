@@ -46,7 +46,7 @@ from lockstep.verify.request import (
     VerifyTable,
     combine,
     disturbed_spec,
-    listed,
+    format_numbers,
     reference_specs,
     refusal,
     run_spec,
@@ -202,7 +202,7 @@ def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> Veri
     Raises:
         ConfigError, LockstepError: see `lockstep.verify`.
     """
-    request = request.resolved()
+    request = request.resolve()
     executor = _executor_for(request.config, request.scratch)
     try:
         table = Verification(request, executor, against).table()
@@ -579,7 +579,7 @@ def _idle_ranks(traces: list[dict[str, Any]]) -> str:
             idle.append(rank)
     if not idle:
         return ""
-    return f"rank {listed(idle)} computed no micro-batch; set --micro-batch-size, or raise --batch-size"
+    return f"rank {format_numbers(idle)} computed no micro-batch; set --micro-batch-size, or raise --batch-size"
 
 
 def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:
@@ -695,7 +695,7 @@ def run(own: argparse.Namespace) -> int:
     values = cli.collect_options(vars(own))
     config = cli.build(cli.apply_preset(values))
     if config.task.startswith(LIGHTNING):
-        config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
+        config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configure(values)
     _check_out(own.out)
     if kind_of(config.task) == OWN:
         # Load the task here first, so that an error is one line and not a failed rank.

@@ -153,14 +153,14 @@ def _trace(world: World, say: Callable[..., None], spec: TrainingSpec) -> dict[s
             result = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
             trace["evaluation"] = {"step": end, "loss": result.loss, "items": result.items, "metrics": result.metrics}
         if end == request.steps and world.size == 1 and not built.config.compile:
-            trace["kept"] = _kept(built)
+            trace["kept"] = _find_kept(built)
         del built, context, recorder
         # Free the engine before the next one is built, or before the groups are left.
         gc.collect()
     return trace
 
 
-def _kept(built: RunParts) -> list[str]:
+def _find_kept(built: RunParts) -> list[str]:
     """Return the names of values that `loss` keeps from call to call outside checkpoints.
 
     Returns [] if the loss cannot be tried.
@@ -197,7 +197,7 @@ def _run_steps(
     if spec.disturbed:
         engine = Disturbed(engine)
     batches: Any = reversed_steps(context.step_loader) if spec.disturbed else context.step_loader
-    with recorder.hooked():
+    with recorder.hook():
         for record in _training(built, engine, context.step_loader, recorder.watch(batches), seed):
             recorder.close(record)
             say()

@@ -5,7 +5,7 @@ from doctor_places import LAUNCHED, place, silent, wrong
 
 from lockstep.diagnose.doctor.board import gloo_address, infiniband, link_speed
 from lockstep.diagnose.doctor.differences import launcher, numbers, settings, slurm
-from lockstep.diagnose.doctor.finding import chosen
+from lockstep.diagnose.doctor.finding import select_interfaces
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_one_log_for_all_ranks_and_the_loopback_between_nodes(tmp_path):
     ],
 )
 def test_ncclls_way_to_name_interfaces(asked, left):
-    assert chosen(asked, ["eth0", "eth1", "lo"]) == left
+    assert select_interfaces(asked, ["eth0", "eth1", "lo"]) == left
 
 
 def test_what_the_systems_files_say(tmp_path):

@@ -21,7 +21,7 @@ from lockstep.diagnose.plan.devices import bytes_of, device_of
 from lockstep.diagnose.plan.estimate import Planner, largest
 from lockstep.diagnose.plan.estimate import _between as between
 from lockstep.diagnose.plan.subject import subject_of
-from lockstep.diagnose.plan.trace import traced
+from lockstep.diagnose.plan.trace import trace_step
 from lockstep.distributed.world import World
 from lockstep.engines.exact import held_at_most
 from lockstep.engines.registry import engine
@@ -195,7 +195,7 @@ def test_a_deep_model_is_drawn_from_shallow_ones():
     planner = Planner(config_of(), subject_of(config_of(), task, print), 1, device_of("cpu"))
     drawn = planner.estimate(planner.config, 12).phases
     task.layers = 12
-    whole = planner._traced(planner.config, None, 0, 1).peaks
+    whole = planner._trace_step(planner.config, None, 0, 1).peaks
     assert max(drawn.values()) == pytest.approx(max(whole.values()), rel=0.001)
 
 
@@ -205,7 +205,7 @@ def alone(config, size, layers, monkeypatch=None):
     task.layers = 10
     if monkeypatch:
         monkeypatch.setattr(recorder, "result", lambda func, args, kwargs: recorder.UNKNOWN)
-    return traced(config, subject_of(config, task, print), size, layers=layers, slots=2)
+    return trace_step(config, subject_of(config, task, print), size, layers=layers, slots=2)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero"])

@@ -15,7 +15,7 @@ from lockstep.diagnose.profile.reading import (
     top,
     understood,
 )
-from lockstep.diagnose.profile.verdict import judged
+from lockstep.diagnose.profile.verdict import judge
 
 
 def test_all_ranks_are_read(tmp_path):
@@ -77,8 +77,8 @@ def test_a_trace_travels_as_plain_numbers():
     for hand in (on_cpu(rank=0, world=2, exchange=500), on_device(exposed=300, wait=50, copies=20)):
         packed = understood(hand.json).packed
         sent = json.loads(json.dumps(packed))
-        assert ProfileTrace.unpacked(sent).packed == packed
-        assert judged([ProfileTrace.unpacked(sent)]) == judged([understood(hand.json)])
+        assert ProfileTrace.unpack(sent).packed == packed
+        assert judge([ProfileTrace.unpack(sent)]) == judge([understood(hand.json)])
 
 
 def test_operations_are_counted_by_their_own_time():

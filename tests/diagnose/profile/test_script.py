@@ -13,7 +13,7 @@ from shell import environment, free_port
 
 from lockstep import cli
 from lockstep.diagnose.profile.reading import understood
-from lockstep.diagnose.profile.verdict import judged
+from lockstep.diagnose.profile.verdict import judge
 from lockstep.errors import ConfigError
 from lockstep.report.goodput import goodput
 
@@ -204,10 +204,10 @@ def test_bad_input_is_one_line(script, monkeypatch, capfd):
 
 def test_advice_is_in_the_words_of_torch():
     about = {"script": True, "shares": False, "engine_options": ["bucket_cap_mb"], "slots": 1}
-    exchanged = judged(
+    exchanged = judge(
         [understood(on_cpu(rank=rank, world=2, exchange=20000, cores=16, **about).json) for rank in range(2)]
     )
     assert exchanged.bottleneck == "communication"
-    for found in (exchanged, judged([understood(on_cpu(update=9000, ops=300, **about).json)])):
+    for found in (exchanged, judge([understood(on_cpu(update=9000, ops=300, **about).json)])):
         assert "--" not in found.sentence
         assert "lockstep" not in found.sentence

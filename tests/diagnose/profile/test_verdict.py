@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from lockstep.diagnose.profile.parts import PARTS
 from lockstep.diagnose.profile.reading import understood
-from lockstep.diagnose.profile.verdict import judged
+from lockstep.diagnose.profile.verdict import judge
 
 
 def verdict(*hands, **about):
     for hand in hands:
         hand.about |= about
-    return judged([understood(hand.json) for hand in hands])
+    return judge([understood(hand.json) for hand in hands])
 
 
 def ranks(make, count=2, **each):

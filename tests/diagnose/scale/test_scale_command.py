@@ -21,7 +21,7 @@ from lockstep import cli
 from lockstep.config.schema import Config
 from lockstep.diagnose.scale import command, report, runs
 from lockstep.diagnose.scale import runs as machine
-from lockstep.diagnose.scale.report import Outcome, grown
+from lockstep.diagnose.scale.report import Outcome, describe_growth
 from lockstep.diagnose.scale.rows import rows_of
 from lockstep.diagnose.scale.runs import (
     STRONG,
@@ -121,9 +121,9 @@ def test_cores_and_threads(monkeypatch, tmp_path):
     quota.write_text("150000 100000\n")
     found = machine_for("cpu", (1, 2, 4), exact=False)
     assert found == Machine(0, 1.5, 1)
-    assert [found.allowed(size) for size in (1, 2, 4)] == [1, 1.5, 1.5]
-    assert not found.shared(1)
-    assert found.shared(2)
+    assert [found.count_concurrent(size) for size in (1, 2, 4)] == [1, 1.5, 1.5]
+    assert not found.shares_cores(1)
+    assert found.shares_cores(2)
     quota.write_text("max 100000\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert machine_for("cpu", (1, 2), exact=False) == Machine(0, 12, 5)
@@ -264,7 +264,7 @@ def test_without_the_smallest_size_there_is_no_ratio(measured, capsys):
 
 def test_a_slow_size_is_explained_by_the_parts_that_grew(measured, capsys, monkeypatch):
     rates, _ = measured
-    monkeypatch.setattr(command, "profiled", lambda *_: None)
+    monkeypatch.setattr(command, "profile_row", lambda *_: None)
     monkeypatch.setattr(command, "machine_for", lambda *_, **__: ALONE)
     rates |= {Setting(1, 16): 100.0, Setting(2, 16): 120.0}
     assert command.run(asked(1, 2, modes=(STRONG,)), as_json=False) == 0
@@ -278,7 +278,7 @@ def test_shared_cores_name_only_growth_beyond_the_crowd():
     parts = {1: {"forward": 10.0, "backward": 20.0}, 4: {"forward": 20.0, "backward": 55.0}}  # four on two cores
     samples = [RunSample(setting, 0, [rate], 30.0, parts[setting.ranks]) for setting, rate in rates.items()]
     rows = rows_of(asked(1, 4, modes=(WEAK,)), TWO_CORES, samples, {}, 2)
-    assert grown(rows[1], rows[0], TWO_CORES, samples).partition("grew: ")[2].startswith("backward by 15 ms;")
+    assert describe_growth(rows[1], rows[0], TWO_CORES, samples).partition("grew: ")[2].startswith("backward by 15 ms;")
 
 
 def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
@@ -291,7 +291,7 @@ def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
             place.mkdir(parents=True)
             (place / "verdict.json").write_text(verdicts[-1])
 
-    monkeypatch.setattr(report, "started", started)
+    monkeypatch.setattr(report, "run_training", started)
     monkeypatch.setattr(report.cli, "option_list", lambda: ["lr", "profile"])
     request = asked(1, 2, modes=(STRONG,), steps=100)
     row = rows_of(request, ALONE, samples_of({Setting(1, 16): 100.0, Setting(2, 16): 120.0}), {}, 2)[1]
@@ -303,16 +303,16 @@ def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
         ("", None),
     ):
         verdicts.append(verdict)
-        assert report.profiled(request, row, ALONE, 2) == found
+        assert report.profile_row(request, row, ALONE, 2) == found
     assert seen[0][-2:] == ["--profile", "26:35"]
     monkeypatch.setattr(report.cli, "option_list", lambda: ["lr"])
-    assert report.profiled(request, row, ALONE, 2) is None
+    assert report.profile_row(request, row, ALONE, 2) is None
 
 
 def test_the_verdict_of_a_profile_comes_first(measured, capsys, monkeypatch):
     rates, _ = measured
     found = {"sentence": "The exchange is 40% of the step.", "next": {"what": "--micro-batch-size 8", "gain": 1.3}}
-    monkeypatch.setattr(command, "profiled", lambda *_: found)
+    monkeypatch.setattr(command, "profile_row", lambda *_: found)
     monkeypatch.setattr(command, "machine_for", lambda *_, **__: ALONE)
     rates |= {Setting(1, 16): 100.0, Setting(2, 16): 120.0}
     command.run(asked(1, 2, modes=(STRONG,)), as_json=True)

@@ -138,14 +138,14 @@ def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list
     if total:
         print(f"fixed {total} place{'s' * (total > 1)}", file=sys.stderr)
     elif findings:
-        print(unfixed(findings), file=sys.stderr)
+        print(describe_unfixed(findings), file=sys.stderr)
     if assumed > (0, 0):
         version = ".".join(map(str, assumed))
         print(f"no file of the project pins torch: assumed {version} or newer", file=sys.stderr)
     return findings
 
 
-def unfixed(findings: list[Finding]) -> str:
+def describe_unfixed(findings: list[Finding]) -> str:
     """Tell that nothing was corrected, and whether --unsafe-fixes has corrections to read."""
     found = f"fixed nothing: {len(findings)} finding{'s' * (len(findings) > 1)}, none that --fix can correct"
     return f"{found}; --unsafe-fixes prints corrections to read first" if diff(findings) else found

@@ -69,12 +69,12 @@ def configure(
         raise ConfigProblem(f"pyproject.toml: [tool.lockstep.lint] has no key '{unknown[0]}': use {', '.join(KEYS)}")
     chosen = _codes(select.split(","), "--select") if select is not None else None
     if chosen is None and "select" in table:
-        chosen = _codes(_listed(table["select"], "select"), "select")
+        chosen = _codes(_read_list(table["select"], "select"), "select")
     if ignore is not None:
         ignored = _codes(ignore.split(","), "--ignore")
     else:
-        ignored = _codes(_listed(table.get("ignore", []), "ignore"), "ignore")
-    hints = hints or _switched(table.get("hints", False))
+        ignored = _codes(_read_list(table.get("ignore", []), "ignore"), "ignore")
+    hints = hints or _read_switch(table.get("hints", False))
     codes = (default_codes(hints) if chosen is None else chosen) - ignored
     return Config(codes, codes & (chosen or frozenset()), hints, _per_file(table.get("per-file", {})), root)
 
@@ -109,13 +109,13 @@ def _read_table(path: Path) -> dict[str, object] | None:
     return data
 
 
-def _switched(value: object) -> bool:
+def _read_switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigProblem("pyproject.toml: [tool.lockstep.lint] hints must be true or false")
 
 
-def _listed(value: object, key: str) -> list[str]:
+def _read_list(value: object, key: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -141,4 +141,4 @@ def _codes(names: list[str], where: str) -> frozenset[str]:
 def _per_file(value: object) -> tuple[tuple[str, frozenset[str]], ...]:
     if not isinstance(value, dict):
         raise ConfigProblem("pyproject.toml: [tool.lockstep.lint] per-file must be a table of pattern = [rules]")
-    return tuple((pattern, _codes(_listed(codes, "per-file"), "per-file")) for pattern, codes in value.items())
+    return tuple((pattern, _codes(_read_list(codes, "per-file"), "per-file")) for pattern, codes in value.items())

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_lint.analysis.imports import oldest_torch
-from lockstep_lint.analysis.source import parsed
+from lockstep_lint.analysis.source import parse_text
 from lockstep_lint.finding import Change, Edit, Finding
 
-__all__ = ["FixProblem", "diff", "fix_files", "fix_text", "proposed"]
+__all__ = ["FixProblem", "apply_proposals", "diff", "fix_files", "fix_text"]
 
 
 def diff(findings: list[Finding]) -> str:
@@ -21,7 +21,7 @@ def diff(findings: list[Finding]) -> str:
             before = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        after = proposed(before, [finding.proposal for finding in findings if finding.path == path])
+        after = apply_proposals(before, [finding.proposal for finding in findings if finding.path == path])
         name = Path(path).as_posix()
         parts += difflib.unified_diff(
             before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
@@ -29,20 +29,20 @@ def diff(findings: list[Finding]) -> str:
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 
-def proposed(text: str, proposals: list[tuple[Change, ...]]) -> str:
+def apply_proposals(text: str, proposals: list[tuple[Change, ...]]) -> str:
     """Apply the proposals that do not overlap and leave the text parsing."""
     lines = text.split("\n")
     taken: set[int] = set()
     chosen: list[Change] = []
     for proposal in proposals:
         places = {line for change in proposal for line in range(change.start, change.start + max(change.count, 1))}
-        if proposal and not places & taken and _parses(made(lines, [*chosen, *proposal])):
+        if proposal and not places & taken and _parses(apply_changes(lines, [*chosen, *proposal])):
             taken |= places
             chosen += proposal
-    return "\n".join(made(lines, chosen))
+    return "\n".join(apply_changes(lines, chosen))
 
 
-def made(lines: list[str], changes: list[Change]) -> list[str]:
+def apply_changes(lines: list[str], changes: list[Change]) -> list[str]:
     """Return the lines with the changes made, the last first."""
     found = list(lines)
     for change in sorted(dict.fromkeys(changes), key=lambda change: -change.start):
@@ -52,7 +52,7 @@ def made(lines: list[str], changes: list[Change]) -> list[str]:
 
 def _parses(lines: list[str]) -> bool:
     try:
-        parsed("\n".join(lines))
+        parse_text("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return False
     return True

@@ -110,7 +110,7 @@ def _uri(path: str) -> str:
 def text(findings: list[Finding], lines: dict[str, list[str]], prog: str, hints: bool) -> str:
     """Return each finding with its source line, the gravest first, and a summary."""
     parts = []
-    for finding in folded(findings):
+    for finding in fold_hints(findings):
         place = f"{finding.where}:{finding.line}:{finding.column}"
         parts.append(
             f"{place}: {finding.rule} {finding.severity.value}: {finding.message}"
@@ -135,7 +135,7 @@ def _excerpt(finding: Finding, lines: list[str]) -> str:
 GRAVEST = list(Severity)
 
 
-def folded(findings: list[Finding]) -> list[Finding]:
+def fold_hints(findings: list[Finding]) -> list[Finding]:
     """Select the findings to print: all errors, and one hint per file and rule, counted."""
     others = Counter(map(habit, findings))
     told: set[tuple[object, ...]] = set()
@@ -173,7 +173,7 @@ def github(findings: list[Finding]) -> str:
     """Format findings as GitHub workflow commands, one annotation each."""
     levels = {Severity.ERROR: "error", Severity.HINT: "warning", Severity.OPINION: "notice"}
     lines = []
-    for f in folded(findings):
+    for f in fold_hints(findings):
         spot = "" if f.cell else f",line={f.line},col={f.column}"  # GitHub counts the lines of the notebook's file
         text = f"cell {f.cell}, line {f.line}: {f.message}" if f.cell else f.message
         lines.append(f"::{levels[f.severity]} file={_escape(f.path, True)}{spot},title={f.rule}::{_escape(text)}")

@@ -18,7 +18,7 @@ from lockstep_lint.analysis.project import Project, unit_test
 from lockstep_lint.analysis.source import Problem, Source, parse, place, read
 from lockstep_lint.analysis.view import Analysis, View
 from lockstep_lint.config import Config
-from lockstep_lint.events.entry import reached
+from lockstep_lint.events.entry import is_reached
 from lockstep_lint.finding import Confidence, Finding, Severity
 from lockstep_lint.rules import MERGED, RULES
 from lockstep_lint.rules.base import Found, Rule
@@ -165,12 +165,12 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 def _check_part(paths: list[str], config: Config, graph: Graph) -> list[Finding]:
     if len(paths) < PART // 4:
         return check_sources([read(path) for path in paths], config, graph)
-    with uncollected():
+    with pause_collection():
         return check_sources([read(path) for path in paths], config, graph)
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Disable the garbage collector. Walking a million live nodes would double the time."""
     was = gc.isenabled()
     gc.disable()
@@ -204,17 +204,17 @@ def _check(sources: list[Source], project: Project, config: Config) -> list[Find
         if source.problem is not None:
             findings.append(_problem(source))
             continue
-        findings.extend(_located(_problem(replace(source, problem=problem)), source) for problem in source.broken)
+        findings.extend(_locate(_problem(replace(source, problem=problem)), source) for problem in source.broken)
         found: list[Finding] = []
         module = modules.get(source.path)
         if module is not None and module.whole:
             found = list(_check_module(module, analysis, config))
         kept = Silencer(source, config.codes_for(source.path)).filter(found)
-        findings.extend(_located(finding, source) for finding in kept if config.reports(finding))
+        findings.extend(_locate(finding, source) for finding in kept if config.reports(finding))
     return findings
 
 
-def _located(finding: Finding, source: Source) -> Finding:
+def _locate(finding: Finding, source: Source) -> Finding:
     """Return a notebook's finding with its cell, and the lines in that cell."""
     if not source.cells:
         return finding
@@ -241,7 +241,7 @@ def _run(rule: Rule, view: View) -> Iterator[Finding]:
     gravest: dict[int, Finding] = {}
     for found in rule.check(view):
         finding = _finding(rule, found, view.module)
-        unsure = unit_test(view.module) or (rule.placed and not reached(view, found.node))
+        unsure = unit_test(view.module) or (rule.placed and not is_reached(view, found.node))
         if finding.severity is Severity.ERROR and unsure:
             finding = replace(finding, severity=Severity.HINT)
         other = gravest.get(finding.line)

@@ -51,10 +51,10 @@ def check_arguments(trainer: Any) -> None:
             continue
         if _is_set(spec, setting):
             why = row.what if row else "it is unknown to lockstep: leave it out"
-            raise _unsupported(spec.name, setting, why)
+            raise _build_error(spec.name, setting, why)
     sampling = getattr(args, "train_sampling_strategy", "random")
     if sampling not in SAMPLING:
-        raise _unsupported(
+        raise _build_error(
             "train_sampling_strategy", sampling, "its lists are made for one number of ranks: use group_by_length"
         )
     unknown = []
@@ -62,7 +62,7 @@ def check_arguments(trainer: Any) -> None:
         if name not in SINKS:
             unknown.append(name)
     if unknown:
-        raise _unsupported(
+        raise _build_error(
             "report_to", unknown, f"the sinks are {', '.join(SINKS)}: log to others in the loop of lockstep.Run"
         )
 
@@ -163,7 +163,7 @@ def _changes_batching(accelerator: Any) -> bool:
     )
 
 
-def _unsupported(name: str, setting: Any, why: str) -> ConfigError:
+def _build_error(name: str, setting: Any, why: str) -> ConfigError:
     text = repr(value(setting))
     text = text if len(text) <= 60 else text[:57] + "..."
     return ConfigError(f"from_trainer: TrainingArguments({name}={text}) is not supported: {why}")
@@ -172,7 +172,7 @@ def _unsupported(name: str, setting: Any, why: str) -> ConfigError:
 def _name(output_dir: str) -> dict[str, Any]:
     path = Path(output_dir)
     if not path.name or path.name.startswith("."):
-        raise _unsupported("output_dir", output_dir, "give a folder with a name, which becomes the run's")
+        raise _build_error("output_dir", output_dir, "give a folder with a name, which becomes the run's")
     return {"save_dir": str(path.parent), "experiment_name": path.name}
 
 
@@ -239,7 +239,7 @@ def best_metric(trainer: Any) -> dict[str, Any]:
     if name == "loss" and not more:
         return {"best_metric": "loss"}
     if name == "loss":
-        raise _unsupported("greater_is_better", True, "the best loss is the lowest: leave it out")
+        raise _build_error("greater_is_better", True, "the best loss is the lowest: leave it out")
     return {"best_metric": f"{name}:{'max' if more else 'min'}"}
 
 
@@ -266,7 +266,7 @@ def _checkpointing(args: Any) -> str:
         return "none"
     more = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     if more.get("offload"):
-        raise _unsupported("activation_checkpointing_kwargs", more, "activations are not offloaded: leave offload out")
+        raise _build_error("activation_checkpointing_kwargs", more, "activations are not offloaded: leave offload out")
     every = int(more.get("every_n_layers", 1))
     if every == 1:
         return "full"
@@ -280,7 +280,7 @@ def _plateau(args: Any) -> dict[str, Any]:
     """
     scheduler_type = value(args.lr_scheduler_type)
     if scheduler_type == "greedy":
-        raise _unsupported(
+        raise _build_error(
             "lr_scheduler_type", scheduler_type, "use another, or dataclasses.replace(config, optim=...)"
         )
     if scheduler_type != "reduce_lr_on_plateau":
@@ -290,7 +290,7 @@ def _plateau(args: Any) -> dict[str, Any]:
     relative = options.pop("threshold_mode", "rel") == "rel" and options.get("threshold", 1e-4)
     keys = {"factor", "patience", "cooldown", "mode", "threshold", "min_lr", "eps"}
     if relative or options.keys() - keys or not isinstance(options.get("min_lr", 0.0), int | float):
-        raise _unsupported(
+        raise _build_error(
             *("lr_scheduler_kwargs", options),
             "a plateau takes factor, patience, cooldown and min_lr, with threshold=0, or threshold_mode='abs' and the "
             "threshold of the EarlyStoppingCallback",

@@ -47,12 +47,12 @@ def callbacks_of(trainer: Any) -> list[Any]:
         if not type(callback).__module__.startswith(PACKAGES):
             user_callbacks.append(callback)
     for callback in user_callbacks:
-        if "should_epoch_stop" in _stored(callback):
+        if "should_epoch_stop" in _find_assigned(callback):
             raise ConfigError(f"from_trainer: the callback {type(callback).__name__} {_EPOCH_STOP}")
     return user_callbacks
 
 
-def _stored(callback: Any) -> set[str]:
+def _find_assigned(callback: Any) -> set[str]:
     """Return the attributes that a callback's methods assign, of any object."""
     kinds = []
     for base in type(callback).__mro__:
@@ -67,23 +67,23 @@ def _stored(callback: Any) -> set[str]:
     return {
         instruction.argval
         for code in codes
-        for block in _nested(code)
+        for block in _walk_code(code)
         for instruction in dis.get_instructions(block)
         if instruction.opname == "STORE_ATTR"
     }
 
 
-def _written(callback: Any) -> set[str]:
+def _list_defined(callback: Any) -> set[str]:
     """Return the names of what classes below TrainerCallback define."""
     kinds = itertools.takewhile(lambda kind: kind.__name__ != "TrainerCallback", type(callback).__mro__)
     return {name for kind in kinds for name in vars(kind)} | set(vars(callback))
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def _walk_code(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from _walk_code(constant)
 
 
 @final
@@ -104,9 +104,9 @@ class Events(Hooks):
         self._evaluations = evaluations or Hooks()
         self._by_event: dict[str, list[Any]] = {}
         for callback in callbacks:
-            for name in _written(callback):
+            for name in _list_defined(callback):
                 self._by_event.setdefault(name, []).append(callback)
-        self._requests = any(set(_REQUESTS) & _stored(callback) for callback in callbacks)
+        self._requests = any(set(_REQUESTS) & _find_assigned(callback) for callback in callbacks)
         self._length: TrainerLength | None = None
         self._size = 1
         self._epoch = -1
@@ -117,7 +117,7 @@ class Events(Hooks):
         self._logged = 0
         self._losses: list[float] = []
 
-    def planned(self, config: Config, optimizer: Optimizer) -> None:
+    def set_length(self, config: Config, optimizer: Optimizer) -> None:
         """Set the length of the run, once its optimizer is made."""
         trainer = self._trainer
         self._size = config.batch_size

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.adapters.hf_trainer.arguments import check_arguments, config_of, value
 from lockstep.adapters.hf_trainer.callbacks import PACKAGES, Events, callbacks_of
-from lockstep.adapters.hf_trainer.data import Batching, PairBatching, collator_of, labelled, samples_of
+from lockstep.adapters.hf_trainer.data import Batching, PairBatching, collator_of, count_labels, samples_of
 from lockstep.adapters.hf_trainer.refusals import EVALUATION, LOOP, OPTIMIZERS
 from lockstep.adapters.hf_trainer.task import LabelledTrainerTask, TrainerTask, is_own
 from lockstep.adapters.hf_trainer.trl import adapt, check_micro_batches, check_trl
@@ -211,4 +211,4 @@ def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
-    return labelled(batch, shifts=batching.shifts) is not None
+    return count_labels(batch, shifts=batching.shifts) is not None

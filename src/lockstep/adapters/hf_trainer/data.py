@@ -30,7 +30,7 @@ __all__ = [
     "PairBatching",
     "Predictions",
     "collator_of",
-    "labelled",
+    "count_labels",
     "of_transformers",
     "samples_of",
 ]
@@ -63,7 +63,7 @@ def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
     return collator
 
 
-def labelled(batch: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
+def count_labels(batch: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
     """Count the labels of a batch that are not -100.
 
     Args:
@@ -89,7 +89,7 @@ class Batching:
 
     Args:
         collator: a list of samples -> a batch.
-        shifts: see `labelled`.
+        shifts: see `count_labels`.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], shifts: bool) -> None:
@@ -98,7 +98,7 @@ class Batching:
 
     def count(self, batch: Any) -> int:
         """Count the labels of a batch in host memory."""
-        labels = labelled(batch, shifts=self.shifts)
+        labels = count_labels(batch, shifts=self.shifts)
         if labels is None:
             return 0
         return int(labels)

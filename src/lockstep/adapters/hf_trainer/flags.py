@@ -2,7 +2,7 @@
 
 parser = with_flags(options.make_parser(argv, "lockstep train"))
 values = vars(parser.read(argv))
-script = asked(values, options.collect_options(values))    # None without --hf-script
+script = find_script(values, options.collect_options(values))    # None without --hf-script
 """
 
 import argparse
@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 __all__ = [
     "YAML",
     "Script",
-    "asked",
+    "find_script",
     "with_flags",
 ]
 
@@ -49,7 +49,7 @@ def with_flags(parser: _P) -> _P:
     return parser
 
 
-def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | None:
+def find_script(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | None:
     """Return the script that the flags name, or None.
 
     Args:

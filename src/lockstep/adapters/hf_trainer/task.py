@@ -28,7 +28,7 @@ from lockstep.adapters.hf_trainer.data import (
     EpochShuffled,
     PairBatching,
     Predictions,
-    labelled,
+    count_labels,
     of_transformers,
     samples_of,
 )
@@ -99,7 +99,7 @@ class TrainerTask(Task):
         if trainer.model_init is not None:
             self._initial = None
         else:
-            self._initial = _copied(trainer.model)
+            self._initial = _copy_to_host(trainer.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the batching for a loader process, and not the Trainer."""
@@ -190,7 +190,7 @@ class TrainerTask(Task):
         if self._schedule:
             self._schedule.attach(optimizer)
         if self.events:
-            self.events.planned(config, optimizer)
+            self.events.set_length(config, optimizer)
         return optimizer
 
     def order(self, samples: int, seed: int) -> Order | None:
@@ -239,7 +239,7 @@ class LabelledTrainerTask(TrainerTask):
 
     def _items(self, inputs: Mapping[str, Any]) -> Tensor | None:
         if isinstance(self._batching, Batching):
-            return labelled(inputs, shifts=self._batching.shifts)
+            return count_labels(inputs, shifts=self._batching.shifts)
         return None
 
 
@@ -339,7 +339,7 @@ def _init_model(trainer: Any) -> nn.Module:
     return model
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_to_host(model: nn.Module) -> nn.Module:
     """Copy a model to host memory.
 
     Raises:

@@ -142,7 +142,7 @@ class _TrlTask(TrainerTask):
         # Read for a router's loss, which is supported only in steps of one batch.
         self.trainer.current_gradient_accumulation_steps = 1
         # trl gathers what it logs over the ranks in each batch; the run sums it with the losses instead.
-        accelerator.gather = accelerator.gather_for_metrics = _unchanged
+        accelerator.gather = accelerator.gather_for_metrics = _pass_through
         try:
             with super()._alone():
                 yield
@@ -187,5 +187,5 @@ class _PairsTask(_TrlTask):
         return self._batching.count(batch)
 
 
-def _unchanged(value: Any, *_: Any, **__: Any) -> Any:
+def _pass_through(value: Any, *_: Any, **__: Any) -> Any:
     return value

@@ -80,14 +80,14 @@ def check_arguments(trainer: Any) -> None:
     }
     for name, setting in set_.items():
         if setting:
-            raise refused(name, setting, ARGUMENTS[name].what)
+            raise build_error(name, setting, ARGUMENTS[name].what)
     if str(trainer.precision) not in _PRECISIONS:
-        raise refused("precision", trainer.precision, f"use one of {', '.join(_PRECISIONS)}")
+        raise build_error("precision", trainer.precision, f"use one of {', '.join(_PRECISIONS)}")
     if getattr(trainer, "_val_check_time_interval", None):
-        raise refused("val_check_interval", "a time", "set it in batches, or as a share of an epoch")
+        raise build_error("val_check_interval", "a time", "set it in batches, or as a share of an epoch")
 
 
-def refused(name: str, setting: Any, why: str) -> ConfigError:
+def build_error(name: str, setting: Any, why: str) -> ConfigError:
     """Build the error for an argument that is not supported."""
     return ConfigError(f"from_lightning: Trainer({name}={setting!r}) is not supported: {why}")
 
@@ -178,9 +178,9 @@ def _length(trainer: Any) -> dict[str, Any]:
         return {"max_steps": trainer.max_steps}
     epochs = trainer.max_epochs
     if epochs is not None and epochs < 0:
-        raise refused("max_epochs", epochs, "a run has an end: set max_epochs or max_steps")
+        raise build_error("max_epochs", epochs, "a run has an end: set max_epochs or max_steps")
     if epochs == 0:
-        raise refused("max_epochs", epochs, "there is nothing to train: set 1 or more")
+        raise build_error("max_epochs", epochs, "there is nothing to train: set 1 or more")
     return {"num_epochs": 1000 if epochs is None else int(epochs)}
 
 
@@ -209,7 +209,7 @@ def _evaluations(trainer: Any) -> Any:
     # In Lightning 1.0 means an epoch, and 1 a batch.
     is_partial = isinstance(interval, int) or interval < 1.0
     if is_partial and every > 1:
-        raise refused(
+        raise build_error(
             "check_val_every_n_epoch",
             every,
             f"val_check_interval={interval} is part of an epoch: set one of them",

@@ -12,9 +12,9 @@ import copy
 from collections.abc import Sequence
 from typing import Any, final
 
-from lockstep.adapters.lightning.package import PACKAGES, kind_of, own_methods, written
+from lockstep.adapters.lightning.package import PACKAGES, is_user_defined, kind_of, own_methods
 from lockstep.adapters.lightning.refusals import CALLBACK_HOOKS
-from lockstep.adapters.lightning.state import packed, unpacked
+from lockstep.adapters.lightning.state import pack, unpack
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -42,7 +42,7 @@ def callbacks_of(module: Any, trainer: Any) -> list[Any]:
         ConfigError: one of the user's overrides a hook that is not served, or derives from one of Lightning's.
     """
     callbacks = list(trainer.callbacks) if trainer is not None else []
-    if written(module, "configure_callbacks"):
+    if is_user_defined(module, "configure_callbacks"):
         more = module.configure_callbacks() or []
         more = list(more) if isinstance(more, list | tuple) else [more]
         # A callback of `configure_callbacks` replaces the Trainer's of its class, or of a base class.
@@ -70,7 +70,7 @@ def _check(callback: Any, *, sanity_checks: bool) -> None:
             "it from Callback, or give the Trainer Lightning's own"
         )
     for hook, out in CALLBACK_HOOKS.items() if sanity_checks else ():
-        if written(callback, hook):
+        if is_user_defined(callback, hook):
             raise ConfigError(f"from_lightning: the callback {name} overrides `{hook}`, which is not supported: {out}")
 
 
@@ -140,10 +140,10 @@ class Served:
             if self._first is None:
                 # A state that cannot be packed is reported when a save is tried.
                 with contextlib.suppress(ConfigError):
-                    self._first = packed(self.state(), "a callback's state_dict")
+                    self._first = pack(self.state(), "a callback's state_dict")
                 return
             content = self._first
-        states = unpacked(content)
+        states = unpack(content)
         for callback in self._by_hook.get("load_state_dict", ()):
             if callback.state_key in states:
                 callback.load_state_dict(copy.deepcopy(states[callback.state_key]))

@@ -1,9 +1,9 @@
 """Convert a LightningModule, an object or from a file, to a config and a task.
 
     task = load("lightning:FILE.py:Module,FILE.py:DM")
-    config, task = configured(values)           # flags first, then the values that its loaders imply
+    config, task = configure(values)           # flags first, then the values that its loaders imply
 
-`from_lightning` takes objects. `load` and `configured` serve `lockstep train --lightning FILE.py:Module
+`from_lightning` takes objects. `load` and `configure` serve `lockstep train --lightning FILE.py:Module
 --datamodule FILE.py:DM`, and make both objects without arguments, the module under the run's seed. The module also
 has the tasks for manual optimization and for datasets of whole batches.
 """
@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from lockstep.adapters.lightning.arguments import check_arguments, config_of, describe
 from lockstep.adapters.lightning.callbacks import callbacks_of
-from lockstep.adapters.lightning.data import LoaderParts, begun
+from lockstep.adapters.lightning.data import LoaderParts, prepare_loaders
 from lockstep.adapters.lightning.logging import rows_of
 from lockstep.adapters.lightning.manual import ManualSteps
 from lockstep.adapters.lightning.optimizers import Configured
-from lockstep.adapters.lightning.package import calls, kind_of, takes, written
+from lockstep.adapters.lightning.package import calls, is_user_defined, kind_of, takes
 from lockstep.adapters.lightning.refusals import HOOKS
 from lockstep.adapters.lightning.state import Leavings
 from lockstep.adapters.lightning.task import LightningTask
@@ -35,7 +35,7 @@ from lockstep.errors import ConfigError
 from lockstep.task_file import import_class
 
 __all__ = [
-    "configured",
+    "configure",
     "from_lightning",
     "load",
 ]
@@ -55,7 +55,7 @@ def _check_module(module: Any, trainer: Any) -> None:
         raise ConfigError(f"from_lightning: trainer is {type(trainer).__name__}: pass a Lightning Trainer, or None")
     name = type(module).__name__
     for mandatory in ("training_step", "configure_optimizers"):
-        if not written(module, mandatory):
+        if not is_user_defined(module, mandatory):
             raise ConfigError(f"from_lightning: {name} has no `{mandatory}`: define it")
     for hook, out in HOOKS.items():
         if _overrides(module, hook):
@@ -105,7 +105,7 @@ def _materialise(module: Any, train: LoaderParts) -> None:
 
 
 def _overrides(module: Any, hook: str) -> bool:
-    return hasattr(module, hook) and written(module, hook)
+    return hasattr(module, hook) and is_user_defined(module, hook)
 
 
 def from_lightning(
@@ -139,7 +139,7 @@ def _convert(module: Any, datamodule: Any, trainer: Any, devices: int, seed: int
     module.trainer = stand_in
     with stand_in.setting_up():
         stand_in.take_callbacks(callbacks_of(module, trainer))
-    loaders = begun(module, datamodule, stand_in, seed)
+    loaders = prepare_loaders(module, datamodule, stand_in, seed)
     if trainer is not None and trainer.limit_val_batches == 0:
         loaders.validation.clear()
     _materialise(module, loaders.train)
@@ -187,7 +187,7 @@ class ManualTask(LightningTask):
         """Return a 0-dim placeholder that receives the summed loss during the engine's step."""
         turn = self.life.take_turn()
         if turn is None:
-            mean = self._manual.tried(lambda: self._run_training_step(model, batch, None))
+            mean = self._manual.try_loss(lambda: self._run_training_step(model, batch, None))
             return mean * float(batch.samples)
         device = self.trainer.device
         return self._manual.note(lambda: self._run_training_step(model, batch, turn), batch.samples, device)
@@ -200,10 +200,10 @@ class ManualTask(LightningTask):
         return self._manual.state()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._manual.restored()
+        self._manual.restore()
 
     def _build_optimizer(self, configuration: Configured) -> Optimizer:
-        return self._manual.configured(configuration)
+        return self._manual.configure(configuration)
 
 
 class WholeBatchManualTask(WholeBatchTask, ManualTask):
@@ -224,7 +224,7 @@ def load(spec: str, seed: int = 0) -> LightningTask:
     return _build(spec, seed)[1]
 
 
-def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
+def configure(values: dict[str, Any]) -> tuple[Config, LightningTask]:
     """Return the config and the task for `--lightning`.
 
     Flags and file override the values that the module's loaders imply.

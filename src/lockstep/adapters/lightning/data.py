@@ -1,11 +1,11 @@
 """Split a module's DataLoaders into their parts, and run its `test_step` and `predict_step`.
 
-numbers = tested(task)                    # name -> number, as an evaluation gives them; `task.test()`
-outputs = predicted(task)                 # the results of predict_step, by batch; `task.predict()`
+numbers = run_test(task)                    # name -> number, as an evaluation gives them; `task.test()`
+outputs = run_predict(task)                 # the results of predict_step, by batch; `task.predict()`
 
-`begun` sets module and datamodule up and returns the parts of their loaders (dataset, sampler, collation), from which
-a run builds its own. `LoaderOrder` reproduces the order of a loader's sampler. Test and prediction run in one
-process on the module's current weights.
+`prepare_loaders` sets module and datamodule up and returns the parts of their loaders (dataset, sampler, collation),
+from which a run builds its own. `LoaderOrder` reproduces the order of a loader's sampler. Test and prediction run in
+one process on the module's current weights.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from lockstep.adapters.hf_trainer.data import EpochShuffled
 from lockstep.adapters.lightning.callbacks import Served
-from lockstep.adapters.lightning.package import calls, kind_of, written
+from lockstep.adapters.lightning.package import calls, is_user_defined, kind_of
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.data.device import mover
 from lockstep.data.groups import SampledGroups
@@ -51,9 +51,9 @@ __all__ = [
     "Loaders",
     "Placed",
     "Sampled",
-    "begun",
-    "predicted",
-    "tested",
+    "prepare_loaders",
+    "run_predict",
+    "run_test",
 ]
 
 
@@ -408,7 +408,7 @@ class Loaders:
     seed: int = 0
 
 
-def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
+def prepare_loaders(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
     """Set up module and datamodule, and split their training and validation loaders.
 
     Args:
@@ -450,7 +450,7 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
     else:
         val_loaders = _call_loader("val_dataloader", module, datamodule, seed)
     trainer.val_dataloaders = val_loaders
-    if written(module, "validation_step"):
+    if is_user_defined(module, "validation_step"):
         sets = named_loaders(val_loaders, "val_dataloader")
     else:
         sets = {}
@@ -478,16 +478,16 @@ def _setup_loaders(module: Any, made: Loaders, name: str) -> dict[str, LoaderPar
 def _call_setup(module: Any, datamodule: Any, stage: str, seed: int) -> None:
     """Call `setup` of datamodule, callbacks and module, in Lightning's order."""
     with module.trainer.setting_up(), seeded_alike(seed):
-        if written(datamodule, "setup"):
+        if is_user_defined(datamodule, "setup"):
             datamodule.setup(stage)
         Served(module.trainer.callbacks).call("setup", module.trainer, module, stage=stage)
-        if written(module, "setup"):
+        if is_user_defined(module, "setup"):
             module.setup(stage)
 
 
 def _call_loader(name: str, module: Any, datamodule: Any, seed: int) -> Any:
     for owner in (datamodule, module):
-        if written(owner, name):
+        if is_user_defined(owner, name):
             with module.trainer.setting_up(), seeded_alike(seed):
                 return getattr(owner, name)()
     return None
@@ -512,7 +512,7 @@ def _prepare(module: Any, datamodule: Any, seed: int) -> None:
     """
     owners = []
     for candidate in (datamodule, module):
-        if written(candidate, "prepare_data"):
+        if is_user_defined(candidate, "prepare_data"):
             owners.append(candidate)
     if not owners:
         return
@@ -536,7 +536,7 @@ def _prepare(module: Any, datamodule: Any, seed: int) -> None:
         world.leave()
 
 
-def tested(task: Any) -> dict[str, float]:
+def run_test(task: Any) -> dict[str, float]:
     """Run `test_step` over the test loaders with the current weights, and return what it logs.
 
     Every sample counts once.
@@ -559,7 +559,7 @@ def tested(task: Any) -> dict[str, float]:
     return results
 
 
-def predicted(task: Any) -> list[Any]:
+def run_predict(task: Any) -> list[Any]:
     """Run `predict_step` over the predict loaders, and return its results batch by batch.
 
     With several loaders there is a list for each.
@@ -577,7 +577,7 @@ def predicted(task: Any) -> list[Any]:
         for index, parts in enumerate(sets.values()):
             outputs.append([])
             for number, batch in enumerate(_batches(parts, index, task.trainer.limit_predict_batches)):
-                data = task.received(_to_device(task, batch).data, index)
+                data = task.transfer(_to_device(task, batch).data, index)
                 args = (data, number, index) if len(sets) > 1 else (data, number)
                 life.hook("on_predict_batch_start", *args)
                 output = life.call("predict_step", *calls(task.module.predict_step, *args))
@@ -606,7 +606,7 @@ def _evaluation_mode(task: Any) -> Iterator[None]:
 
 
 def _check(task: Any, step: str) -> None:
-    if not written(task.module, step):
+    if not is_user_defined(task.module, step):
         raise ConfigError(f"{type(task.module).__name__} has no `{step}`: define it")
 
 

@@ -22,9 +22,9 @@ import torch
 
 from lockstep.adapters.lightning.callbacks import Served, is_served
 from lockstep.adapters.lightning.logging import Logged, Totals, number, together
-from lockstep.adapters.lightning.package import calls, own_methods, written
+from lockstep.adapters.lightning.package import calls, is_user_defined, own_methods
 from lockstep.adapters.lightning.refusals import WAYS
-from lockstep.adapters.lightning.state import Leavings, apart, is_metric, merged_results, packed, unpacked
+from lockstep.adapters.lightning.state import Leavings, apart, is_metric, merged_results, pack, unpack
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.adapters.rates import Rates
 from lockstep.adapters.turns import turn_ranges
@@ -35,7 +35,7 @@ from lockstep.hooks import Due, Hooks, RunContext
 
 __all__ = [
     "Life",
-    "Turn",
+    "NextForward",
     "default_dtype",
     "own_dtype",
     "settings_of",
@@ -155,7 +155,7 @@ _LOG = logging.getLogger("lockstep")
 _BETWEEN_EPOCHS = ("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end", "on_validation_end")
 
 
-class Turn(NamedTuple):
+class NextForward(NamedTuple):
     """The next forward: its micro-batch, and the Lightning batches that begin or end."""
 
     step: int
@@ -185,7 +185,7 @@ class Life(Hooks):
         self.trainer = trainer
         self.logged = logged
         self.rates: Rates | None = None
-        self._turn: Turn | None = None
+        self._turn: NextForward | None = None
         # (output, batch, indices) of the Lightning batches that end with the step's update.
         self._pending_ends: list[tuple[Any, Any, range]] = []
         self._in_epoch = 1
@@ -222,7 +222,7 @@ class Life(Hooks):
         # A single process has nothing to gather.
         self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
-    def planned(self, samples: int, size: int) -> None:
+    def set_length(self, samples: int, size: int) -> None:
         """Set the number of samples of an epoch and of a step."""
         self._samples = samples
         self._size = size
@@ -313,27 +313,27 @@ class Life(Hooks):
         begin_range, end_range = turn_ranges(slot, slots, turns)
         begins = range(before + begin_range.start, before + begin_range.stop)
         ends = range(before + end_range.start, before + end_range.stop)
-        self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
+        self._turn = NextForward(step, index, begins, ends, slot == 0, counts, before + index % turns)
 
-    def take_turn(self) -> Turn | None:
+    def take_turn(self) -> NextForward | None:
         """Return and clear the next forward's turn; None outside a step of the run."""
         turn = self._turn
         self._turn = None
         return turn
 
     @contextlib.contextmanager
-    def training_step(self, batch: Any, samples: int, turn: Turn | None) -> Iterator[list[Any]]:
+    def training_step(self, batch: Any, samples: int, turn: NextForward | None) -> Iterator[list[Any]]:
         """Wrap one `training_step`; the caller appends its output to the yielded list.
 
         Outside a step of the run, its changes to the module are undone.
         """
         self.logged.samples = samples
-        self.logged.taken()
+        self.logged.take()
         outputs: list[Any] = []
         if turn is None:
             with Leavings.undone(self.module), apart("training_step"):
                 yield outputs
-            for entry in self.logged.taken():
+            for entry in self.logged.take():
                 suffixed = [entry.epoch_name] * entry.on_epoch + [entry.step_name] * entry.on_step
                 self._trial_names |= {*suffixed, entry.plain_name}
             return
@@ -346,12 +346,12 @@ class Life(Hooks):
             around = Leavings.undone(self.module)
         elif self._is_distributed and self.module.automatic_optimization:
             # With manual optimization micro-batches run in turns, so items cannot be assigned to one.
-            around = self._leavings.noted(self.module, key)
+            around = self._leavings.note(self.module, key)
         with around:
             yield outputs
         output = outputs[0] if outputs else None
         if turn.ends and ("on_train_batch_end" in self._written_hooks or "on_train_batch_end" in self.served):
-            self._pending_ends.append((_detached(output), batch, turn.ends))
+            self._pending_ends.append((_detach(output), batch, turn.ends))
         if not self.module.automatic_optimization:
             self._collect(turn.counts)
             return
@@ -389,8 +389,8 @@ class Life(Hooks):
         self.trainer.strategy.gather = context.gather
         state = context.state
         self._load(state)
-        if "datamodule" in state and written(self.trainer.datamodule, "load_state_dict"):
-            self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))
+        if "datamodule" in state and is_user_defined(self.trainer.datamodule, "load_state_dict"):
+            self.trainer.datamodule.load_state_dict(unpack(state["datamodule"]))
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(self.module.hparams_initial)
         if not done:
@@ -402,20 +402,20 @@ class Life(Hooks):
 
     def _load(self, state: dict[str, Any]) -> None:
         """Load what module and callbacks stored in the checkpoint, in Lightning's order."""
-        loads = "on_load_checkpoint" in self.served or written(self.module, "on_load_checkpoint")
+        loads = "on_load_checkpoint" in self.served or is_user_defined(self.module, "on_load_checkpoint")
         if "module" in state and loads:
             modules = {}
             for key, name in state.get("own_modules", {}).items():
                 modules[key] = self.module.get_submodule(name)
-            checkpoint = self._checkpoint() | modules | unpacked(state["module"])
-            checkpoint["callbacks"] = unpacked(state["callbacks"]) if "callbacks" in state else {}
+            checkpoint = self._checkpoint() | modules | unpack(state["module"])
+            checkpoint["callbacks"] = unpack(state["callbacks"]) if "callbacks" in state else {}
             with generators_kept():
-                if written(self.module, "on_load_checkpoint"):
+                if is_user_defined(self.module, "on_load_checkpoint"):
                     self.call("on_load_checkpoint", checkpoint)
                 self.served.call("on_load_checkpoint", self.trainer, self.module, checkpoint)
         self.served.load(state.get("callbacks"))
         if "training_values" in state:
-            self._due_values = unpacked(state["training_values"])
+            self._due_values = unpack(state["training_values"])
         else:
             self._due_values = None
 
@@ -525,11 +525,11 @@ class Life(Hooks):
         states: dict[str, Any] = {}
         state.pop("training_values", None)
         if self._due_values:
-            state["training_values"] = packed(self._due_values, "what training_step logs")
+            state["training_values"] = pack(self._due_values, "what training_step logs")
         if "state_dict" in self.served:
             states = self.served.state()
-            state["callbacks"] = packed(states, "a callback's state_dict")
-        if written(self.module, "on_save_checkpoint") or "on_save_checkpoint" in self.served:
+            state["callbacks"] = pack(states, "a callback's state_dict")
+        if is_user_defined(self.module, "on_save_checkpoint") or "on_save_checkpoint" in self.served:
             checkpoint = self._checkpoint() | {"callbacks": states}
             keys = set(checkpoint)
             self.hook("on_save_checkpoint", checkpoint)
@@ -548,10 +548,10 @@ class Life(Hooks):
                     own_modules[key] = names[id(value)]
             if own_modules:
                 state["own_modules"] = own_modules
-            state["module"] = packed({k: v for k, v in more.items() if k not in own_modules}, "on_save_checkpoint")
+            state["module"] = pack({k: v for k, v in more.items() if k not in own_modules}, "on_save_checkpoint")
         datamodule = self.trainer.datamodule
-        if written(datamodule, "state_dict"):
-            state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
+        if is_user_defined(datamodule, "state_dict"):
+            state["datamodule"] = pack(datamodule.state_dict(), "the datamodule's state_dict")
 
     def _try_saving(self, context: RunContext) -> None:
         """Try to save the hooks' state before step 1. Collective.
@@ -562,7 +562,7 @@ class Life(Hooks):
             ConfigError: a value that a checkpoint cannot hold.
         """
         owners = (self.module, "on_save_checkpoint"), (self.trainer.datamodule, "state_dict")
-        if not any(written(owner, name) for owner, name in owners) and "state_dict" not in self.served:
+        if not any(is_user_defined(owner, name) for owner, name in owners) and "state_dict" not in self.served:
             return
         problem = ""
         self.trainer.sanity_checking = True
@@ -610,10 +610,10 @@ class Life(Hooks):
 
     def teardown(self, stage: str) -> None:
         """Call `teardown` of datamodule, callbacks and module, in Lightning's order."""
-        if written(self.trainer.datamodule, "teardown"):
+        if is_user_defined(self.trainer.datamodule, "teardown"):
             self.trainer.datamodule.teardown(stage)
         self.served.call("teardown", self.trainer, self.module, stage=stage)
-        if written(self.module, "teardown"):
+        if is_user_defined(self.module, "teardown"):
             self.call("teardown", stage)
 
     # Helpers of the hooks above.
@@ -657,7 +657,7 @@ class Life(Hooks):
             self._epoch = -1
             return {}
         # Collective over all ranks, once an epoch: hooks see the items of all ranks.
-        with self._leavings.gathered(self.module, context.gather):
+        with self._leavings.gather(self.module, context.gather):
             values: dict[str, float] = {}
             # Callbacks may monitor values that were logged before their hook.
             if self.served:
@@ -691,7 +691,7 @@ class Life(Hooks):
 
         Step values are added only if the step is recorded, or a callback monitors them.
         """
-        for entry in self.logged.taken():
+        for entry in self.logged.take():
             if not counts:
                 continue
             # callback_metrics has the value of this rank's last micro-batch, as in Lightning.
@@ -773,7 +773,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _detached(output: Any) -> Any:
+def _detach(output: Any) -> Any:
     """Return the output for `on_train_batch_end`: a dict with a detached loss."""
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}

@@ -134,7 +134,7 @@ class Logged:
             if not logger:
                 self.hidden |= {entry.epoch_name, entry.step_name, entry.plain_name}
 
-    def swapped(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
+    def swap(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
         """Swap in the entries of another micro-batch, and return the previous ones."""
         former = self._entries
         self._entries = entries
@@ -144,7 +144,7 @@ class Logged:
     def reset(self, *_: Any, **__: Any) -> None:
         """Do nothing; Lightning calls this, and there is no state to reset."""
 
-    def taken(self) -> list[LoggedValue]:
+    def take(self) -> list[LoggedValue]:
         """Return and clear the values logged since the last call, the last of each name."""
         entries = self._entries
         self._entries = []

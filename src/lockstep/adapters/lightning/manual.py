@@ -126,7 +126,7 @@ class ManualScheduler:
         self.state[0] += not self._plateau
         self._record_state()
 
-    def restored(self) -> None:
+    def restore(self) -> None:
         """Advance the new scheduler to its loaded state."""
         if not self._plateau:
             with warnings.catch_warnings():
@@ -166,7 +166,7 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_trainer", "training", "forwa
 
 
 @dataclass
-class _MicroBatch:
+class _ManualBatch:
     """A micro-batch of the step, with its own state of the module.
 
     Attributes:
@@ -195,9 +195,9 @@ class ManualSteps:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self._pending: list[_MicroBatch] = []
+        self._pending: list[_ManualBatch] = []
         self._carry: list[dict[Tensor, Tensor]] = []
-        self._current: _MicroBatch | None = None
+        self._current: _ManualBatch | None = None
         self._is_single = False
         self._engine: Any = None
         self._weights: list[float] = []
@@ -206,7 +206,7 @@ class ManualSteps:
         self._schedulers: list[ManualScheduler] = []
         self._dtype = torch.float32
 
-    def configured(self, configuration: Configured) -> Several:
+    def configure(self, configuration: Configured) -> Several:
         """Wrap the module's optimizers as one, and route their steps through this object."""
         trainer = self._life.trainer
         self._optimizers = configuration.optimizers
@@ -246,10 +246,10 @@ class ManualSteps:
             states[f"schedulers/{index}"] = scheduler.state
         return states
 
-    def restored(self) -> None:
+    def restore(self) -> None:
         """Advance the schedulers to the positions that were loaded into `state`."""
         for scheduler in self._schedulers:
-            scheduler.restored()
+            scheduler.restore()
 
     def note(self, work: Callable[[], Any], samples: int, device: torch.device) -> Tensor:
         """Record a micro-batch to run in the engine's step.
@@ -258,12 +258,12 @@ class ManualSteps:
             A 0-dim placeholder; the step fills it with the loss, summed over the samples.
         """
         loss = torch.zeros((), device=device, requires_grad=True)
-        self._pending.append(_MicroBatch(work, samples, loss, _rng_states(device)))
+        self._pending.append(_ManualBatch(work, samples, loss, _rng_states(device)))
         return loss
 
-    def tried(self, work: Callable[[], Any]) -> Tensor:
+    def try_loss(self, work: Callable[[], Any]) -> Tensor:
         """Return the mean loss of a micro-batch without taking a step."""
-        self._current = _MicroBatch(work, 1, torch.zeros(()), ())
+        self._current = _ManualBatch(work, 1, torch.zeros(()), ())
         try:
             with torch.enable_grad(), own_dtype(self._life.module):
                 return self._loss(self._current, work()).detach()
@@ -349,7 +349,7 @@ class ManualSteps:
 
     # Helpers.
 
-    def _run_in_turn(self, micro: list[_MicroBatch]) -> None:
+    def _run_in_turn(self, micro: list[_ManualBatch]) -> None:
         """Run the micro-batches in turn, each up to its next pause, until all have finished."""
         # After an error the threads are never resumed, and the next step makes new ones.
         threads = self._threads
@@ -382,7 +382,7 @@ class ManualSteps:
                 self._take_step([micro[index] for index in active])
         self._threads = threads
 
-    def _take_step(self, micro: list[_MicroBatch]) -> None:
+    def _take_step(self, micro: list[_ManualBatch]) -> None:
         """Take the step that all micro-batches have reached."""
         # Collective over all ranks: their micro-batches must have reached the same step.
         self._engine.agree([micro_batch.point[:2] for micro_batch in micro])
@@ -398,11 +398,11 @@ class ManualSteps:
             # Collective over all ranks: gradients are summed, and the optimizer steps once.
             self._engine.update(index, gradients, self._weights, buffers, clips[0])
 
-    def _enter(self, micro: _MicroBatch) -> None:
+    def _enter(self, micro: _ManualBatch) -> None:
         """Swap in the state of a micro-batch."""
         module = self._life.module
         self._current = micro
-        self._life.logged.swapped(micro.entries, micro.samples)
+        self._life.logged.swap(micro.entries, micro.samples)
         _set_attributes(module, micro.attributes)
         for parameter, required in zip(module.parameters(), micro.required, strict=True):
             parameter.requires_grad = required
@@ -412,23 +412,23 @@ class ManualSteps:
         torch.clear_autocast_cache()
         _set_rng_states(micro.states)
 
-    def _leave(self, micro: _MicroBatch) -> None:
+    def _leave(self, micro: _ManualBatch) -> None:
         module = self._life.module
         self._current = None
-        micro.entries = self._life.logged.swapped([], 1)
+        micro.entries = self._life.logged.swap([], 1)
         micro.states = _rng_states(micro.placeholder.device)
         micro.attributes = self._attributes(module)
         micro.required = [parameter.requires_grad for parameter in module.parameters()]
         micro.gradients = {p: p.grad for p in module.parameters() if p.grad is not None}
-        micro.buffer_state = self._engine.kept()
+        micro.buffer_state = self._engine.collect_writes()
         for parameter in module.parameters():
             parameter.grad = None
 
-    def _finish(self, micro: _MicroBatch, output: Any) -> None:
+    def _finish(self, micro: _ManualBatch, output: Any) -> None:
         with torch.no_grad():
             micro.placeholder.copy_(self._loss(micro, output) * micro.samples)
 
-    def _loss(self, micro: _MicroBatch, output: Any) -> Tensor:
+    def _loss(self, micro: _ManualBatch, output: Any) -> Tensor:
         """Return the returned loss, or the sum of the losses passed to `manual_backward`."""
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -444,7 +444,7 @@ class ManualSteps:
                 values[name] = value
         return values
 
-    def _micro_batch(self, call: str) -> _MicroBatch:
+    def _micro_batch(self, call: str) -> _ManualBatch:
         if self._current is None:
             raise ConfigError(f"from_lightning: {call} outside of training_step is not supported: do it there")
         return self._current

@@ -1,7 +1,7 @@
 """Recognise the classes and methods of `lightning` and `pytorch_lightning` without importing them.
 
     kind_of(module, "LightningModule")          # the class of that name that it derives from; None if it does not
-    written(module, "on_train_start")           # whether the user wrote the method
+    is_user_defined(module, "on_train_start")           # whether the user wrote the method
 
 A user who passes a module has imported the package already.
 """
@@ -15,10 +15,10 @@ __all__ = [
     "PACKAGES",
     "calls",
     "class_beside",
+    "is_user_defined",
     "kind_of",
     "own_methods",
     "takes",
-    "written",
 ]
 
 
@@ -33,7 +33,7 @@ def kind_of(value: Any, name: str) -> type | None:
     return None
 
 
-def written(owner: Any, method: str) -> bool:
+def is_user_defined(owner: Any, method: str) -> bool:
     """Whether the user, not the package, wrote a method of the class or object."""
     if owner is None:
         return False

@@ -33,12 +33,12 @@ __all__ = [
     "lists_of",
     "merged_results",
     "metrics_of",
-    "packed",
+    "pack",
     "put_back",
     "put_together",
     "set_aside",
     "taken_apart",
-    "unpacked",
+    "unpack",
     "was_updated",
 ]
 
@@ -154,7 +154,7 @@ class Leavings:
                     current[name] = value
 
     @contextlib.contextmanager
-    def noted(self, module: nn.Module, key: Key) -> Iterator[None]:
+    def note(self, module: nn.Module, key: Key) -> Iterator[None]:
         """Record appended items as those of the micro-batch `key`, in a context."""
         before = {name: len(items) for name, items in lists_of(module).items()}
         yield
@@ -163,7 +163,7 @@ class Leavings:
                 self._records.setdefault(name, []).append((key, len(items) - before.get(name, 0)))
 
     @contextlib.contextmanager
-    def gathered(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> Iterator[None]:
+    def gather(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> Iterator[None]:
         """Give lists and metrics the contents of all ranks, in a context. Collective.
 
         List items are in the order of the micro-batches.
@@ -364,7 +364,7 @@ def put_together(form: Any, row: list[Any]) -> Any:
     return content
 
 
-def packed(value: Any, hook: str) -> list[Any]:
+def pack(value: Any, hook: str) -> list[Any]:
     """Convert a nested value with tensors to plain values.
 
     Raises:
@@ -381,8 +381,8 @@ def packed(value: Any, hook: str) -> list[Any]:
     return [form, [_encode(tensor) for tensor in row]]
 
 
-def unpacked(content: list[Any]) -> Any:
-    """Rebuild the value of `packed`; its tensors are on the host."""
+def unpack(content: list[Any]) -> Any:
+    """Rebuild the value of `pack`; its tensors are on the host."""
     return put_together(content[0], [_decode(text) for text in content[1]])
 
 

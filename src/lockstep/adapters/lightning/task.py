@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from lockstep.adapters.lightning.data import LoaderParts, Loaders, Placed, Sampled, predicted, tested
-from lockstep.adapters.lightning.hooks import Life, Turn, own_dtype
+from lockstep.adapters.lightning.data import LoaderParts, Loaders, Placed, Sampled, run_predict, run_test
+from lockstep.adapters.lightning.hooks import Life, NextForward, own_dtype
 from lockstep.adapters.lightning.logging import Logged, LoggedValue, number, together
 from lockstep.adapters.lightning.optimizers import Configured, read
-from lockstep.adapters.lightning.package import calls, written
+from lockstep.adapters.lightning.package import calls, is_user_defined
 from lockstep.adapters.lightning.state import (
     is_metric,
     list_at,
@@ -90,12 +90,12 @@ class Epoch(RowsMetric):
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
         self._logged.samples = samples
         self._logged.place = place
-        self._logged.taken()
+        self._logged.take()
         try:
             yield
         finally:
             self._logged.place = None
-        entries = self._logged.taken()
+        entries = self._logged.take()
         self.loss = _loss_of(entries)
         row: list[Any] = []
         # The tensors move into `row`, and the form keeps their positions.
@@ -207,7 +207,7 @@ class LightningTask(Task):
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         self.fingerprint = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._first: Any = module
-        self._initial = _copied(module)
+        self._initial = _copy_to_host(module)
         self._sets: dict[str, LoaderParts] = loaders.validation
         if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
             # A custom collation may leave samples out, so they are counted.
@@ -261,7 +261,7 @@ class LightningTask(Task):
         self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = module
         module.trainer = self.trainer
         self.life.attach()
-        if written(module, "configure_model"):
+        if is_user_defined(module, "configure_model"):
             self.life.call("configure_model")
         self._enter(module)
         # Turns off the metrics' own synchronisation: lockstep merges their states.
@@ -309,7 +309,7 @@ class LightningTask(Task):
         set_index = batch.place
         self._begin_evaluation()
         epoch = self._epochs[set_index]
-        data = self.received(batch.data, set_index)
+        data = self.transfer(batch.data, set_index)
         with epoch.batch(batch.samples, set_index if len(self._sets) > 1 else None), own_dtype(self.module):
             number = self._batches[set_index]
             self._batches[set_index] += 1
@@ -380,11 +380,11 @@ class LightningTask(Task):
 
     # The module's own methods.
 
-    def _run_training_step(self, model: nn.Module, batch: Any, turn: Turn | None) -> Any:
+    def _run_training_step(self, model: nn.Module, batch: Any, turn: NextForward | None) -> Any:
         """Run `training_step` on a micro-batch with its hooks, and return its output."""
         self.life.start()
         self.trainer.stage = "train"
-        data = self.received(batch.data, 0)
+        data = self.transfer(batch.data, 0)
         with self.life.training_step(data, batch.samples, turn) as outputs:
             output = self._call_method(model, "training_step", data, turn.batch_idx if turn else 0)
             outputs.append(output)
@@ -392,11 +392,11 @@ class LightningTask(Task):
 
     def test(self) -> dict[str, float]:
         """Run `test_step` over the test loaders with the current weights, in this process only."""
-        return tested(self)
+        return run_test(self)
 
     def predict(self) -> list[Any]:
         """Run `predict_step` over the predict loaders, and return its results, in this process only."""
-        return predicted(self)
+        return run_predict(self)
 
     def testing(self, sets: dict[str, LoaderParts]) -> Self:
         """Return this task with `test_step` on `sets` in place of its evaluation."""
@@ -443,20 +443,20 @@ class LightningTask(Task):
         self._entry.calls(lambda *inputs: self.life.call(name, *calls(method, *inputs)))
         return model(*args)
 
-    def received(self, batch: Any, place: int) -> Any:
+    def transfer(self, batch: Any, place: int) -> Any:
         """Return the batch after the transfer hooks of datamodule or module."""
         module = self.module
         device = self.trainer.device
         for owner in (self.loaders.datamodule, module):
-            if written(owner, "on_before_batch_transfer"):
+            if is_user_defined(owner, "on_before_batch_transfer"):
                 batch = owner.on_before_batch_transfer(batch, place)
                 break
         for owner in (self.loaders.datamodule, module):
-            if written(owner, "transfer_batch_to_device"):
+            if is_user_defined(owner, "transfer_batch_to_device"):
                 batch = owner.transfer_batch_to_device(batch, device, place)
                 break
         for owner in (self.loaders.datamodule, module):
-            if written(owner, "on_after_batch_transfer"):
+            if is_user_defined(owner, "on_after_batch_transfer"):
                 batch = owner.on_after_batch_transfer(batch, place)
                 break
         return batch
@@ -488,7 +488,7 @@ class LightningTask(Task):
         modes = [(submodule, submodule.training) for submodule in module.modules()]
         module.eval()
         trainer.stage = "test" if self._hook == "test" else "validate"
-        self._logged.taken()
+        self._logged.take()
         self.life.publish(numbers)
         try:
             with torch.no_grad():
@@ -496,7 +496,7 @@ class LightningTask(Task):
                     self.life.hook(f"on_{self._hook}_{name}")
             if self._hook == "validation":
                 numbers.update({k: v for k, v in self.life.training_values().items() if k not in numbers})
-            for entry in self._logged.taken():
+            for entry in self._logged.take():
                 if hasattr(entry.value, "compute"):
                     value = entry.value.compute()
                 else:
@@ -513,7 +513,7 @@ class LightningTask(Task):
         """Set the length of the run on the module's trainer before the optimizer is made."""
         plan = plan_of(config, self.loaders.train.positions)
         self._samples = plan.samples
-        self.life.planned(plan.samples, config.batch_size)
+        self.life.set_length(plan.samples, config.batch_size)
         trainer = self.trainer
         trainer.max_epochs = plan.max_epochs
         trainer.max_steps = plan.max_steps
@@ -528,7 +528,7 @@ class LightningTask(Task):
     def _step_scheduler(self, scheduler: Any, value: Any) -> None:
         # A LambdaLR may read the number of processes, which is 1 in a set-up.
         with self.trainer.setting_up():
-            if written(self.module, "lr_scheduler_step"):
+            if is_user_defined(self.module, "lr_scheduler_step"):
                 self.life.call("lr_scheduler_step", scheduler, value)
             else:
                 step_one(scheduler, value)
@@ -591,7 +591,7 @@ def _collate(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]
     return Placed(place, len(samples) if count is None else count, data)
 
 
-def _copied(module: Any) -> Any:
+def _copy_to_host(module: Any) -> Any:
     """Copy a module to host memory.
 
     Raises:

@@ -181,7 +181,7 @@ class Board:
             raise LockstepError("Board.note needs a store, and a single process has none")
         self._store.set(f"{self._scope}/{name}", json.dumps(value))
 
-    def noted(self, name: str) -> Any:
+    def read_note(self, name: str) -> Any:
         """Return the value that `note` stored, or None."""
         if self._store is None or not self._store.check([f"{self._scope}/{name}"]):
             return None

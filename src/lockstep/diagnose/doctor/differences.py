@@ -17,7 +17,16 @@ import lockstep
 from lockstep.config import cli
 from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import interfaces
-from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
+from lockstep.diagnose.doctor.finding import (
+    CheckContext,
+    CheckResult,
+    Finding,
+    advice_on,
+    fail,
+    ok,
+    select_interfaces,
+    warn,
+)
 from lockstep.distributed.cpus import node_cores
 from lockstep.distributed.launcher import address_of
 from lockstep.distributed.starters import find_launch_mistake
@@ -178,7 +187,7 @@ def _interface_findings(place: CheckContext) -> Iterator[Finding]:
             text = "GLOO_SOCKET_IFNAME is the loopback, but the run has several nodes"
             yield warn("settings", text, f"use the interface between the nodes, one of {listing}")
     pattern = environ.get("NCCL_SOCKET_IFNAME", "")
-    if pattern and not chosen(pattern, available):
+    if pattern and not select_interfaces(pattern, available):
         text = f"NCCL_SOCKET_IFNAME is '{pattern}': no interface matches"
         yield fail(
             "settings", text, f"interfaces are {listing}; give a prefix, =NAME for a full name, ^NAME for all others"

@@ -26,9 +26,9 @@ __all__ = [
     "CheckResult",
     "Finding",
     "advice_on",
-    "chosen",
     "fail",
     "ok",
+    "select_interfaces",
     "skip",
     "warn",
 ]
@@ -202,7 +202,7 @@ def _hides_infiniband(value: str, place: CheckContext) -> bool:
 def _matches_more(value: str, place: CheckContext) -> bool:
     """Whether a prefix is an interface's whole name, and matches others too."""
     available = interfaces(place.root)
-    return value in available and len(chosen(value, available)) > 1
+    return value in available and len(select_interfaces(value, available)) > 1
 
 
 class Advice(NamedTuple):
@@ -315,7 +315,7 @@ def advice_on(place: CheckContext) -> list[Advice]:
     return advices
 
 
-def chosen(pattern: str, available: list[str]) -> list[str]:
+def select_interfaces(pattern: str, available: list[str]) -> list[str]:
     """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; `=` whole names; `^` all others."""
     exclude = pattern.startswith("^")
     text = pattern.removeprefix("^")

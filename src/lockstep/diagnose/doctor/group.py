@@ -171,10 +171,10 @@ def surplus(board: Board, place: CheckContext) -> list[Finding]:
         return []
     findings = list[Finding]()
     arrivals = list[Any]()
-    while (arrival := board.noted(f"arrived/{len(arrivals) + 1}")) is not None:
+    while (arrival := board.read_note(f"arrived/{len(arrivals) + 1}")) is not None:
         arrivals.append(arrival)
     for rank in range(place.size):
-        twice = board.noted(f"twice/{rank}")
+        twice = board.read_note(f"twice/{rank}")
         earlier = board.of("here", rank)
         if twice and earlier:
             both = " and ".join(f"process {arrival['pid']} on {arrival['host']}" for arrival in (earlier, twice))
@@ -229,7 +229,7 @@ def own(rank: int) -> list[float]:
     return [rank + 1.0, (rank + 1.0) ** 2, 2.0 ** (rank % 40)]
 
 
-def _expected(size: int) -> list[float]:
+def _sum_contributions(size: int) -> list[float]:
     """Return the sum of the contributions of `size` ranks."""
     return [sum(column) for column in zip(*map(own, range(size)), strict=True)]
 
@@ -256,7 +256,7 @@ def sums(place: CheckContext) -> CheckResult:
 def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compare each rank's result with the expected one."""
     findings = []
-    expected = _expected(place.size)
+    expected = _sum_contributions(place.size)
     names = {name for result in facts if result for name in result}
     for name in sorted(names):
         wrong = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.adapters.lightning.convert import configured
+from lockstep.adapters.lightning.convert import configure
 from lockstep.config.task_options import LIGHTNING
 from lockstep.data.batches import Batches
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
@@ -59,7 +59,7 @@ def loaders(place: CheckContext) -> CheckResult:
     """
     if place.with_task and place.config.task.startswith(LIGHTNING):
         with suppress(Exception):
-            place.config, place.module = configured(dict(place.told))
+            place.config, place.module = configure(dict(place.told))
     return CheckResult()
 
 
@@ -74,7 +74,7 @@ def task(place: CheckContext) -> CheckResult:
     try:
         if config.task.startswith(LIGHTNING):
             pair = (config, module)
-            config, module = on_all_ranks(place.world, lambda: pair if module else configured(dict(place.told)))
+            config, module = on_all_ranks(place.world, lambda: pair if module else configure(dict(place.told)))
         built = build(dataclasses.replace(config, compile=False), module, place.world, resume=False)
         # The weights and AdamW's two moments.
         size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())

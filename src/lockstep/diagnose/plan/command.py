@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from lockstep.adapters.lightning.convert import configured
+from lockstep.adapters.lightning.convert import configure
 from lockstep.config import cli
 from lockstep.config.schema import Config, choose_micro_batch_size, has_fixed_cut
 from lockstep.config.task_options import LIGHTNING
 from lockstep.diagnose.plan.devices import DEVICES, DeviceSpec, device_of
 from lockstep.diagnose.plan.estimate import Planner, check_size
-from lockstep.diagnose.plan.search import PlanResult, PlanRow, searched
+from lockstep.diagnose.plan.search import PlanResult, PlanRow, find_plan
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.diagnose.scale.runs import ascending
 from lockstep.errors import ConfigError, name_settings
@@ -23,13 +23,13 @@ from lockstep.files import bytes_text
 
 __all__ = [
     "as_json",
-    "described",
+    "describe",
     "device_here",
     "run",
 ]
 
 
-def described(answer: PlanResult) -> str:
+def describe(answer: PlanResult) -> str:
     """Format the memory by part, the largest sizes that fit, and alternatives."""
     config = answer.config
     estimate = answer.found
@@ -175,7 +175,7 @@ def run(own: argparse.Namespace) -> int:
     if config.task.startswith(LIGHTNING):
         # The module's own output goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):
-            config, task = configured(dict(values))
+            config, task = configure(dict(values))
     answers = []
     for size in sizes:
         # A step has at least one micro-batch for each device.
@@ -185,7 +185,7 @@ def run(own: argparse.Namespace) -> int:
         sized = dataclasses.replace(sized, micro_batch_size=micro)
         answers.append(_plan(sized, task, size, device, fast=own.fast, open_batch=is_open))
         if not own.json:
-            print(("\n" if len(answers) > 1 else "") + described(answers[-1]), flush=True)
+            print(("\n" if len(answers) > 1 else "") + describe(answers[-1]), flush=True)
     if own.json:
         print(
             json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(answer) for answer in answers]), flush=True
@@ -209,7 +209,7 @@ def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: boo
     planner = Planner(config, subject_of(config, task, _say), size, device)
     # DeepSpeed and other libraries' models print lines of their own.
     with contextlib.redirect_stdout(sys.stderr):
-        return searched(planner, fast=fast, open_batch=open_batch)
+        return find_plan(planner, fast=fast, open_batch=open_batch)
 
 
 def _widen(config: Config, size: int) -> Config:

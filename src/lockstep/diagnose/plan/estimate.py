@@ -22,8 +22,8 @@ from lockstep.data.device import AHEAD
 from lockstep.diagnose.plan.devices import DeviceSpec, device_of
 from lockstep.diagnose.plan.fakes import fake_world
 from lockstep.diagnose.plan.recorder import OperationRecorder, Work
-from lockstep.diagnose.plan.subject import Subject, asked, layers_of
-from lockstep.diagnose.plan.trace import StepTrace, Untraceable, probed, traced, unlike
+from lockstep.diagnose.plan.subject import Subject, call_task, layers_of
+from lockstep.diagnose.plan.trace import PlanTrace, Untraceable, probe_step, trace_step, unlike
 from lockstep.engines.exact import check_servable, held_at_most
 from lockstep.engines.registry import engine_class, name_of
 from lockstep.errors import ConfigError, LockstepError
@@ -174,7 +174,7 @@ class Planner:
         self.asked = config
         self.config, self.sizes = self._resolve(config)
         self.note = ""
-        self._traces: dict[tuple[Any, ...], StepTrace] = {}
+        self._traces: dict[tuple[Any, ...], PlanTrace] = {}
 
     def _resolve(self, config: Config) -> tuple[Config, Sizes]:
         world: Any = _EngineWorld(self.size)
@@ -188,22 +188,22 @@ class Planner:
         config = dataclasses.replace(config, engine=engine, precision=precision, compile=False, attention="auto")
         try:
             with fake_world(1), OperationRecorder():
-                resolved, sizes = self._sized(config, self.subject.task.model())
+                resolved, sizes = self._find_sizes(config, self.subject.task.model())
         except LockstepError:
             raise
         except Exception:
             # The model needs values while it is made. Or it fails, which the next line reports.
-            resolved, sizes = self._sized(config, asked("model", self.subject.task.model))
+            resolved, sizes = self._find_sizes(config, call_task("model", self.subject.task.model))
         if config.exact:
             check_servable(resolved.micro_batches, self.size)
         return resolved, sizes
 
-    def _sized(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
+    def _find_sizes(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
         task = self.subject.task
         samples = self.subject.samples or config.batch_size * _MANY
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the task's `model` returned {describe_value(model)}: it must return a torch.nn.Module")
-        layers = asked("blocks", lambda: layers_of(task, model))
+        layers = call_task("blocks", lambda: layers_of(task, model))
         count = 0
         trained = 0
         for p in model.parameters():
@@ -228,7 +228,7 @@ class Planner:
             copies = 0.0
         return self._total(config, trace, slots, copies)
 
-    def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
+    def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[PlanTrace, float]:
         """Extrapolate rank 0's tree by its doublings, and return the worst rank's extra memory."""
         steps = slots.bit_length() - 1
         if steps <= 2:
@@ -239,30 +239,30 @@ class Planner:
         worst = held_at_most(config.micro_batches, self.size)
         return trace, float(max(0, worst - held_at_most(self.size << steps, self.size)))
 
-    def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int) -> StepTrace:
+    def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int) -> PlanTrace:
         policy = config.activation_checkpointing
         # DeepSpeed's buckets end elsewhere at each depth, so the memory is no linear function of it.
         if layers < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
             full_depth = layers == self.sizes.layers
-            return self._traced(config, subject, 0 if full_depth else layers, slots)
-        low, high = (self._traced(config, subject, count, slots) for count in _SHALLOW)
+            return self._trace_step(config, subject, 0 if full_depth else layers, slots)
+        low, high = (self._trace_step(config, subject, count, slots) for count in _SHALLOW)
         return _between(low, high, (layers - _SHALLOW[0]) / (_SHALLOW[1] - _SHALLOW[0]))
 
-    def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> StepTrace:
+    def _trace_step(self, config: Config, subject: Subject | None, layers: int, slots: int) -> PlanTrace:
         source = subject or self.subject
         # A trace has its own number of slots, so the batch size of the step must not be in the key.
         alike = dataclasses.replace(config, batch_size=config.micro_size)
         key = (repr(alike), id(source), layers, slots)
         if key not in self._traces:
             try:
-                self._traces[key] = traced(
+                self._traces[key] = trace_step(
                     config, source, self.size, layers=layers, slots=slots, fused=not self.device.host
                 )
             except Untraceable as error:
-                self._traces[key] = self._probed(config, source, slots, error)
+                self._traces[key] = self._probe_step(config, source, slots, error)
         return self._traces[key]
 
-    def _probed(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> StepTrace:
+    def _probe_step(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> PlanTrace:
         """Measure one process here, with real numbers."""
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
@@ -270,7 +270,7 @@ class Planner:
                 f"{error}; measuring a step here instead would take half of this machine's memory or "
                 "more: plan a smaller model of its kind"
             ) from error
-        trace = probed(config, subject, slots)
+        trace = probe_step(config, subject, slots)
         if ENGINES[config.engine].one_process:
             more = ""
         else:
@@ -278,7 +278,7 @@ class Planner:
         self.note = f"{error}; measured on this machine's CPU instead, in one process{more}"
         return trace
 
-    def _total(self, config: Config, trace: StepTrace, slots: int, copies: float) -> MemoryEstimate:
+    def _total(self, config: Config, trace: PlanTrace, slots: int, copies: float) -> MemoryEstimate:
         """Add batches, sums of a tree, and the device's allowance to a step's tensors."""
         phases = {}
         for name, size in trace.peaks.items():
@@ -309,7 +309,7 @@ class _EngineWorld:
         self.control = size > 1 or None
 
 
-def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
+def _between(low: PlanTrace, high: PlanTrace, times: float) -> PlanTrace:
     """Extrapolate: low + times * (high - low), number by number.
 
     Phases that only one of them has are dropped. After each operation the memory is linear in the depth; a phase's
@@ -347,7 +347,7 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
         if low_levels and len(low_levels) == len(high_levels):
             peaks[name] = max(map(line, low_levels, high_levels))
             parts[name]["rest"] += peaks[name] - sum(parts[name].values())
-    return StepTrace(
+    return PlanTrace(
         peaks,
         {},
         parts,

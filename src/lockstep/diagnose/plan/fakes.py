@@ -411,12 +411,12 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     )
     wrap = ReplicatedEngine._wrap
 
-    def wrapped(engine: Any, find_unused: bool) -> None:
+    def wrap_with_hook(engine: Any, find_unused: bool) -> None:
         # After wrapping: the hook needs the reducer.
         wrap(engine, find_unused)
         exchanging(engine._ddp)
 
-    _set(stack, ReplicatedEngine, "_wrap", wrapped)
+    _set(stack, ReplicatedEngine, "_wrap", wrap_with_hook)
 
 
 def _patch_zero(stack: contextlib.ExitStack, engine: Any) -> None:

@@ -1,6 +1,6 @@
 """Search for the largest sizes that fit, and for engines and techniques by estimated speed.
 
-answer = searched(Planner(config, subject, size, device), fast=False, open_batch=True)
+answer = find_plan(Planner(config, subject, size, device), fast=False, open_batch=True)
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from lockstep.engines.registry import engine_class, variants
 from lockstep.errors import UsageError
 from lockstep.transforms.precision import PARAMETERS
 
-__all__ = ["PlanResult", "PlanRow", "searched"]
+__all__ = ["PlanResult", "PlanRow", "find_plan"]
 
 _POLICIES = ("none", "selective", "full")
 # Samples of a micro-batch.
@@ -85,7 +85,7 @@ class PlanResult:
     note: str = ""
 
 
-def searched(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
+def find_plan(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
     """Answer the planner's request.
 
     Args:
@@ -183,7 +183,7 @@ def _times(planner: Planner, estimate: MemoryEstimate) -> Times:
     sizes = planner.sizes
     config = estimate.config
     kind = engine_class(config.engine)
-    split = kind.exchanged(config.engine_options, width * sizes.parameters, width * sizes.trained)
+    split = kind.count_exchanged(config.engine_options, width * sizes.parameters, width * sizes.trained)
     return step_time(estimate, planner.device, planner.size, split)
 
 
@@ -260,19 +260,19 @@ def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEsti
     if small == large:
         return dataclasses.replace(estimate, config=config)
 
-    def grown(value: float, less: float, more: float) -> float:
+    def extrapolate(value: float, less: float, more: float) -> float:
         fixed = less - small * (more - less) / (large - small)
         return value + (large - small) * max(0.0, value - fixed) / small
 
     phases = {}
     for name, size in estimate.phases.items():
         if name in low.phases and name in high.phases:
-            phases[name] = grown(size, low.phases[name], high.phases[name])
+            phases[name] = extrapolate(size, low.phases[name], high.phases[name])
     scaled_work, less, more = (entry.work["compute"] for entry in (estimate, low, high))
     compute = Work(
-        grown(scaled_work.flops, less.flops, more.flops),
-        grown(scaled_work.moved, less.moved, more.moved),
-        grown(scaled_work.calls, less.calls, more.calls),
+        extrapolate(scaled_work.flops, less.flops, more.flops),
+        extrapolate(scaled_work.moved, less.moved, more.moved),
+        extrapolate(scaled_work.calls, less.calls, more.calls),
     )
     work = {**estimate.work, "compute": compute}
     return dataclasses.replace(estimate, config=config, phases=phases, work=work, batch=estimate.batch * large / small)

@@ -21,7 +21,7 @@ from torch import nn
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.config.task_options import LANGUAGE, kind_of
-from lockstep.data.loader import blamed, check_dataset
+from lockstep.data.loader import blame, check_dataset
 from lockstep.data.stream_adapters import is_stream, source_of
 from lockstep.data.stream_mixture import MixtureSource, reader_of
 from lockstep.data.streams import Lanes, StreamSource
@@ -37,7 +37,7 @@ from lockstep.training.evaluation import sets_by_name
 from lockstep.training.start.datasets import check_stream, make_dataset
 from lockstep.training.start.named_task import make_task
 
-__all__ = ["Subject", "asked", "layers_of", "subject_of"]
+__all__ = ["Subject", "call_task", "layers_of", "subject_of"]
 
 Say = Callable[[str], None]
 _DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
@@ -78,23 +78,23 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
             "lockstep plan: the task steps its optimizers itself (manual optimization), which cannot be traced without "
             "its devices; `lockstep profile` measures it"
         )
-    dataset = asked("dataset", lambda: make_dataset(task, "train", config.seed))
+    dataset = call_task("dataset", lambda: make_dataset(task, "train", config.seed))
     if is_stream(dataset):
-        return _streamed(config, task, source_of(dataset))
+        return _make_stream_subject(config, task, source_of(dataset))
     check_dataset(dataset, "train")
-    asked("dataset", lambda: sets_by_name(make_dataset(task, "evaluation", config.seed)))
-    samples = asked("dataset", lambda: len(dataset))
+    call_task("dataset", lambda: sets_by_name(make_dataset(task, "evaluation", config.seed)))
+    samples = call_task("dataset", lambda: len(dataset))
     if not samples:
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
 
     def batch(size: int) -> Any:
-        loaded = asked("dataset", lambda: [dataset[index % samples] for index in range(size)])
-        return asked("collate", lambda: task.collate(loaded))
+        loaded = call_task("dataset", lambda: [dataset[index % samples] for index in range(size)])
+        return call_task("collate", lambda: task.collate(loaded))
 
     return Subject(task, samples, lambda layers: _with_layers(task, layers), batch)
 
 
-def _streamed(config: Config, task: Task, source: StreamSource | MixtureSource) -> Subject:
+def _make_stream_subject(config: Config, task: Task, source: StreamSource | MixtureSource) -> Subject:
     """Make the subject of a task whose training set is a stream."""
     check_stream(config, task, source)
 
@@ -104,12 +104,12 @@ def _streamed(config: Config, task: Task, source: StreamSource | MixtureSource) 
         if not samples:
             raise DataError("the training set is empty: no part of the stream yields a sample")
         repeated = [samples[index % len(samples)] for index in range(size)]
-        return asked("collate", lambda: task.collate(repeated))
+        return call_task("collate", lambda: task.collate(repeated))
 
     return Subject(task, 0, lambda layers: _with_layers(task, layers), batch)
 
 
-def asked(method: str, call: Callable[[], Any]) -> Any:
+def call_task(method: str, call: Callable[[], Any]) -> Any:
     """Call a method of the task.
 
     Raises:
@@ -120,7 +120,7 @@ def asked(method: str, call: Callable[[], Any]) -> Any:
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed(method, error, "its plan") from error
+        raise blame(method, error, "its plan") from error
 
 
 def _with_layers(task: Task, layers: int) -> Task:

@@ -1,6 +1,6 @@
 """Trace a few training steps in a fake world: rank 0's memory and work.
 
-    trace = traced(config, subject, world_size, layers=4)
+    trace = trace_step(config, subject, world_size, layers=4)
     trace.peaks["backward 0"]       # bytes
 
 The parts are those of a run: `build_model`, the engine, the task's loss. Phases are named by the model's blocks, so
@@ -28,10 +28,10 @@ from lockstep.config.engine_options import ENGINES, PLAIN, own_options
 from lockstep.config.schema import Config
 from lockstep.counts import check_count, describe_count
 from lockstep.data.batches import MicroBatch
-from lockstep.data.loader import blamed
+from lockstep.data.loader import blame
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
 from lockstep.diagnose.plan.recorder import OperationRecorder, Work
-from lockstep.diagnose.plan.subject import Subject, asked
+from lockstep.diagnose.plan.subject import Subject, call_task
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.blocks import find_blocks
@@ -45,7 +45,7 @@ from lockstep.transforms.batchnorm import recorders
 from lockstep.transforms.precision import task_in_precision
 from lockstep.transforms.weight_copies import copies_of
 
-__all__ = ["StepTrace", "Untraceable", "probed", "traced", "unlike"]
+__all__ = ["PlanTrace", "Untraceable", "probe_step", "trace_step", "unlike"]
 
 # Blocks at each end that have a phase of their own.
 _EDGE = 2
@@ -55,7 +55,7 @@ class Untraceable(UsageError):
     """The model reads values of tensors, which a trace does not have."""
 
 
-class StepTrace(NamedTuple):
+class PlanTrace(NamedTuple):
     """A traced step after the first.
 
     Phases have bytes of one rank, and the work of one micro-batch.
@@ -77,9 +77,9 @@ class StepTrace(NamedTuple):
     batch: float
 
 
-def traced(
+def trace_step(
     config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True
-) -> StepTrace:
+) -> PlanTrace:
     """Trace rank 0 of `size` ranks.
 
     Args:
@@ -108,7 +108,7 @@ def traced(
             except LockstepError:
                 raise
             except Exception as error:
-                # It is an error in any case, or only without values: `probed` finds out.
+                # It is an error in any case, or only without values: `probe_step` finds out.
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 raise Untraceable(
                     f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {reason}"
@@ -131,7 +131,7 @@ def _freeze_gc() -> Iterator[None]:
             gc.unfreeze()
 
 
-def probed(config: Config, subject: Subject, slots: int) -> StepTrace:
+def probe_step(config: Config, subject: Subject, slots: int) -> PlanTrace:
     """Measure the same with real numbers, on this machine's CPU, in one process.
 
     Raises:
@@ -145,7 +145,7 @@ def probed(config: Config, subject: Subject, slots: int) -> StepTrace:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("model" if recorder.phase == "start" else "loss", error, "its plan") from error
+            raise blame("model" if recorder.phase == "start" else "loss", error, "its plan") from error
 
 
 class _FirstStep(NamedTuple):
@@ -205,7 +205,7 @@ class _Stage:
             ema=config.optim.ema,
         )
 
-    def play(self, slots: int) -> StepTrace:
+    def play(self, slots: int) -> PlanTrace:
         """Trace one step, in which the optimizer has its states."""
         recorder = self._recorder
         start = self._recorder.peaks.get("start", 0)
@@ -245,7 +245,7 @@ class _Stage:
         for bytes_by_name in parts.values():
             self._name_engine_state(bytes_by_name, state_bytes)
         peaks["start"] = float(start)
-        return StepTrace(
+        return PlanTrace(
             peaks, levels, parts, state_bytes, _total_work(recorder.work, traced_slots), float(batch_bytes)
         )
 
@@ -301,12 +301,12 @@ class _Stage:
         with without_modes():
             real = self._subject.batch(self._size)
             if has_own(self._task, "count"):
-                items = asked("count", lambda: self._counted(real))
+                items = call_task("count", lambda: self._count(real))
             else:
                 items = self._size
         return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
 
-    def _counted(self, real: Any) -> float:
+    def _count(self, real: Any) -> float:
         value = self._task.count(real)
         items = check_count(value)
         if items is None:

@@ -60,7 +60,7 @@ class ProfileSummary:
         self.parts = {name: fmean(rank.parts[name] for rank in self.ranks) for name in PARTS}
         record = fmean(rank.record for rank in self.ranks)
         self.steady = self.parts | {"record": record, "host": self.parts["host"] - record}
-        self.tracing = self._untraced()
+        self.tracing = self._subtract_tracing()
         marks = self.ranks[0].trace.marks
         saves = marks.get("save", NONE)
         best = saves_of_evaluations(self.ranks[0].trace)
@@ -78,7 +78,7 @@ class ProfileSummary:
             self.steady[name] *= self.ranks[0].trace.steps / count / every if count and every else 0.0
         self.step = sum(milliseconds for name, milliseconds in self.steady.items() if name != "hidden_communication")
 
-    def _untraced(self) -> float:
+    def _subtract_tracing(self) -> float:
         """Subtract the trace's cost of each event, and return the total of a step's parts.
 
         The slowdown of an evaluation is unknown: an event there counts with its isolated cost.
@@ -123,7 +123,7 @@ class ProfileSummary:
             costs.append(min(max(float(longer or 0.0) / count, least), _EVENT) if has_time else least)
         return fmean(costs)
 
-    def warmed(self, remedy: Remedy) -> float:
+    def estimate_warm(self, remedy: Remedy) -> float:
         """Return `after` of a remedy, without the cost of cold caches if it removes waits."""
         idle = fmean(float(rank.trace.about.get("idle_ms", 0.0)) for rank in self.ranks)
         if remedy.bottleneck not in _WAITS or idle <= 0.0:

@@ -1,6 +1,6 @@
 """Split each rank's traced time into disjoint parts that sum to the whole.
 
-ranks = parted(traces)
+ranks = split_times(traces)
 ranks[3].parts["exposed_communication"]         # milliseconds a step
 
 On a CPU the training's thread counts: outside lockstep's own parts it computes, waits for an exchange, or is in
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep.diagnose.profile.reading import NONE, ProfileTrace, Spans, common, length, minus, union
 
-__all__ = ["PARTS", "Parted", "parted", "saves_of_evaluations"]
+__all__ = ["PARTS", "Parted", "saves_of_evaluations", "split_times"]
 
 PARTS = (
     *("compute", "hidden_communication", "exposed_communication", "data", "host"),
@@ -64,7 +64,7 @@ class Parted:
         return self.step - self.parts["exposed_communication"] - self.parts["imbalance"]
 
 
-def parted(traces: Sequence[ProfileTrace]) -> list[Parted]:
+def split_times(traces: Sequence[ProfileTrace]) -> list[Parted]:
     """Split each rank's time, in the order of the traces."""
     waiting = _waiting(traces)
     return [

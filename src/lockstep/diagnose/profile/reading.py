@@ -256,7 +256,7 @@ class ProfileTrace:
 
     @property
     def packed(self) -> dict[str, Any]:
-        """The trace as plain numbers, for another rank; `unpacked` restores it."""
+        """The trace as plain numbers, for another rank; `unpack` restores it."""
         values: dict[str, Any] = {}
         for spec in fields(self):
             values[spec.name] = getattr(self, spec.name)
@@ -267,7 +267,7 @@ class ProfileTrace:
         return values | {"names": sorted(self.names)}
 
     @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> "ProfileTrace":
+    def unpack(cls, packed: dict[str, Any]) -> "ProfileTrace":
         """Restore a trace from `packed`."""
         values = dict(packed)
         for name in ("marks", "works"):
@@ -385,10 +385,10 @@ def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans],
             if phase in _PHASES:
                 thread = event.get("tid") if phase == "step" else thread
                 by_phase.setdefault(phase, []).append(_span(event, base))
-    return {phase: _sorted(spans) if phase == "step" else union(spans) for phase, spans in by_phase.items()}, thread
+    return {phase: _sort_spans(spans) if phase == "step" else union(spans) for phase, spans in by_phase.items()}, thread
 
 
-def _sorted(spans: list[tuple[float, float]]) -> Spans:
+def _sort_spans(spans: list[tuple[float, float]]) -> Spans:
     return _as_spans(sorted(spans))
 
 

@@ -1,6 +1,6 @@
 """Judge the traces of all ranks: the bottleneck, and the one change that gains most.
 
-verdict = judged(read_all(folder))
+verdict = judge(read_all(folder))
 print(verdict)                        # a table of the parts, and the sentence
 verdict.write(folder)                 # verdict.json, which `report` and `scale` read
 """
@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from lockstep.diagnose.profile.measured import WORTH, ProfileSummary, Remedy, empty, in_torch_words
-from lockstep.diagnose.profile.parts import parted
+from lockstep.diagnose.profile.parts import split_times
 from lockstep.diagnose.profile.reading import HEADING, Operation, ProfileTrace, top
 from lockstep.diagnose.profile.within import within
 from lockstep.files import write_whole
@@ -22,7 +22,7 @@ from lockstep.records import VERDICT_FILE
 
 __all__ = [
     "ProfileVerdict",
-    "judged",
+    "judge",
 ]
 
 
@@ -360,12 +360,12 @@ class ProfileVerdict:
         write_whole(folder / VERDICT_FILE, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
 
-def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
+def judge(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     """Judge the traces of all ranks, in the order of the ranks."""
-    ranks = parted(traces)
+    ranks = split_times(traces)
     run = ProfileSummary(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
-    every = [replace(remedy, after=run.warmed(remedy)) for remedy in _remedies(run)]
+    every = [replace(remedy, after=run.estimate_warm(remedy)) for remedy in _remedies(run)]
     # Remedies that change the training come last, and so do those that gain too little.
     best = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
     gain = run.step / best.after if best else 1.0

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.diagnose.scale import report
-from lockstep.diagnose.scale.report import grown, profiled, slowest
+from lockstep.diagnose.scale.report import describe_growth, profile_row, slowest
 from lockstep.diagnose.scale.rows import ScaleRow, rows_of
 from lockstep.diagnose.scale.runs import (
     Machine,
@@ -50,7 +50,7 @@ def run(request: ScaleRequest, *, as_json: bool) -> int:
         )
     outcome.show(as_json=as_json)
     if failures:
-        listing = "; ".join(f"{report.named(setting)}: {line}" for setting, line in failures.items())
+        listing = "; ".join(f"{report.name_setting(setting)}: {line}" for setting, line in failures.items())
         raise LockstepError(f"not every size could be measured: {listing}")
     return 0
 
@@ -65,7 +65,11 @@ def compare(paths: Sequence[Path], *, as_json: bool) -> int:
     size = request.config.micro_batch_size
     rows = rows_of(request, machine, samples, {}, size)
     slow = slowest(rows)
-    summary = slow and {"mode": slow.mode, "ranks": slow.ranks, "sentence": grown(slow, rows[0], machine, samples)}
+    summary = slow and {
+        "mode": slow.mode,
+        "ranks": slow.ranks,
+        "sentence": describe_growth(slow, rows[0], machine, samples),
+    }
     verdict = summary | {"profile": None} if summary else None
     report.Outcome(request, machine, size, rows, verdict=verdict, sources=sources).show(as_json=as_json)
     return 0
@@ -97,7 +101,7 @@ def _measure_all(request: ScaleRequest, machine: Machine, size: int) -> tuple[li
     for index, (number, setting) in enumerate(runs, 1):
         if setting in failures:
             continue
-        _say(f"run {index} of {len(runs)}: {report.named(setting)}")
+        _say(f"run {index} of {len(runs)}: {report.name_setting(setting)}")
         try:
             samples.append(measure(request, setting, machine, size, number))
         except RunFailed as error:
@@ -115,11 +119,11 @@ def _verdict(
         return None
     base = next(row for row in rows if row.mode == slow.mode)
     _say(f"{slow.ranks} ranks are below 80 %: looking for the cause")
-    profile = profiled(request, slow, machine, size)
+    profile = profile_row(request, slow, machine, size)
     if profile:
         sentence = profile["sentence"]
     else:
-        sentence = grown(slow, base, machine, samples)
+        sentence = describe_growth(slow, base, machine, samples)
     return {"mode": slow.mode, "ranks": slow.ranks, "sentence": sentence, "profile": profile}
 
 

@@ -25,14 +25,14 @@ from lockstep.diagnose.scale.runs import (
     RunSample,
     ScaleRequest,
     Setting,
-    started,
+    run_training,
 )
 
 __all__ = [
     "Outcome",
-    "grown",
-    "named",
-    "profiled",
+    "describe_growth",
+    "name_setting",
+    "profile_row",
     "slowest",
 ]
 
@@ -52,7 +52,7 @@ def slowest(rows: Sequence[ScaleRow]) -> ScaleRow | None:
     return min(slow, key=lambda row: (row.ranks, row.of_cores), default=None)
 
 
-def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch_size: int) -> dict[str, Any] | None:
+def profile_row(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch_size: int) -> dict[str, Any] | None:
     """Profile this size, and return its `verdict.json`; None if there is none."""
     if PROFILE not in cli.option_list():
         return None
@@ -63,7 +63,7 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
         last_step = first_step + min(_TRACED, (WINDOWS - 1) * request.window) - 1
         flags = [*request.train_flags(setting, folder, micro_batch_size), f"--{PROFILE}", f"{first_step}:{last_step}"]
         try:
-            started(request, setting, flags, machine, Path(folder))
+            run_training(request, setting, flags, machine, Path(folder))
             paths = sorted((Path(folder) / "run" / PROFILE).glob("*/verdict.json"))
             if paths:
                 verdict = json.loads(paths[0].read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
     return None
 
 
-def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
+def describe_growth(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
     """Describe the parts of rank 0's step that did not scale; "" for none.
 
     The parts are those of the time/ records. In strong scaling a part of the smallest size would shrink with the
@@ -85,7 +85,7 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
     """
     parts = _parts(samples, row)
     then = _parts(samples, base)
-    crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
+    crowd = row.ranks / machine.count_concurrent(row.ranks) * machine.count_concurrent(base.ranks) / base.ranks
     shrink = row.work / base.work * crowd
     more = {}
     for name, milliseconds in parts.items():
@@ -130,7 +130,7 @@ _TITLES = {
 }
 
 
-def named(setting: Setting) -> str:
+def name_setting(setting: Setting) -> str:
     """Name a setting: `4 ranks, 16 samples a step`."""
     return f"{setting.ranks} rank{'s' * (setting.ranks > 1)}, {setting.batch_size} samples a step"
 

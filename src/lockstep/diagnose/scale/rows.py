@@ -116,7 +116,7 @@ def _fill_row(
     ratios = ratios or [statistics.median(rates.values()) / statistics.median(first.values())]
     speedup = statistics.median(ratios)
     rate = statistics.median(rates.values())
-    shared = machine.shared(row.ranks)
+    shared = machine.shares_cores(row.ranks)
     return ScaleRow(
         row.mode,
         row.ranks,
@@ -129,7 +129,7 @@ def _fill_row(
         efficiency=speedup / growth,
         low=min(ratios) / growth,
         high=max(ratios) / growth,
-        allowed=machine.allowed(row.ranks) / machine.allowed(request.base) if shared else None,
+        allowed=machine.count_concurrent(row.ranks) / machine.count_concurrent(request.base) if shared else None,
         full=row.micro_batches / (row.work * row.ranks),
         band=_BANDS.get(row.ranks) if request.base == 1 else None,
     )

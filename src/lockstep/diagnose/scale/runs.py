@@ -51,7 +51,7 @@ __all__ = [
     "measure",
     "micro_batch_of",
     "order",
-    "started",
+    "run_training",
 ]
 
 
@@ -74,7 +74,7 @@ class Machine:
     cores: float
     threads: int
 
-    def allowed(self, ranks: int) -> float:
+    def count_concurrent(self, ranks: int) -> float:
         """Return how many ranks can compute at once.
 
         On devices it is all; else the cores limit it.
@@ -83,9 +83,9 @@ class Machine:
             return float(ranks)
         return min(float(ranks), max(1.0, self.cores / self.threads))
 
-    def shared(self, ranks: int) -> bool:
+    def shares_cores(self, ranks: int) -> bool:
         """Whether so many ranks share cores."""
-        return self.allowed(ranks) < ranks
+        return self.count_concurrent(ranks) < ranks
 
 
 def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
@@ -327,7 +327,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         flags = request.train_flags(setting, folder, micro_batch_size)
-        started(request, setting, flags, machine, Path(folder))
+        run_training(request, setting, flags, machine, Path(folder))
         records = windows_of(jsonl.read(Path(folder) / "run" / "metrics.jsonl"), after=request.window)
     if not records:
         raise RunFailed(f"the run wrote no records after step {request.window}")
@@ -367,7 +367,7 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
         # All sizes must compute the same micro-batches, or they could not be compared.
         if not has_fixed_cut(request.config):
             micro_batch_size = default_micro_batch_size(request.config.batch_size)
-        started(
+        run_training(
             request, setting, request.train_flags(setting, folder, micro_batch_size, windows=0), machine, Path(folder)
         )
         return int(cli.read_toml(Path(folder) / "run" / "config.toml")["micro_batch_size"])
@@ -383,7 +383,7 @@ def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "lockstep", *([] if alone else launch), "train", *flags]
 
 
-def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
+def run_training(request: ScaleRequest, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
     """Start a run and wait for its end.
 
     Its output goes to a file in `folder`.

@@ -73,7 +73,7 @@ class ScriptListener(Listener):
         try:
             batch = call(iterator)
         finally:
-            recorder.loaded(batch, int(iterator._num_workers))
+            recorder.end_load(batch, int(iterator._num_workers))
         return batch
 
     def backward(self, call: Callable[..., None], /, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class ScriptListener(Listener):
         try:
             return call(tensors, *args, **kwargs)
         finally:
-            recorder.passed()
+            recorder.end_backward()
 
     def scale(self, call: Callable[..., Any], scaler: Any, /, outputs: Any) -> Any:
         """Note the loss before a GradScaler multiplies it."""
@@ -98,9 +98,9 @@ class ScriptListener(Listener):
         """Begin the update, or with a closure the forward in it."""
         self.recorder.update(optimizer, in_closure=closure is not None)
 
-    def updated(self, optimizer: Any) -> None:
+    def end_update(self, optimizer: Any) -> None:
         """End the update."""
-        self.recorder.updated(optimizer)
+        self.recorder.end_update(optimizer)
 
     def mode(self, call: Callable[..., Any], module: torch.nn.Module, /, mode: bool = True) -> Any:
         """Note `model.eval()` and `model.train()`, between which a script evaluates."""

@@ -139,7 +139,7 @@ class ScriptRecorder:
         self._load_began = time.perf_counter()
         return True
 
-    def loaded(self, batch: Any, workers: int) -> None:
+    def end_load(self, batch: Any, workers: int) -> None:
         """End the wait.
 
         Args:
@@ -165,7 +165,7 @@ class ScriptRecorder:
         self.unscaled = None
         self.enter("backward")
 
-    def passed(self) -> None:
+    def end_backward(self) -> None:
         """End a backward."""
         self.enter("update" if self._in_closure else "forward")
 
@@ -187,7 +187,7 @@ class ScriptRecorder:
         self._in_closure = in_closure
         self.enter("forward" if in_closure else "update")
 
-    def updated(self, optimizer: Any) -> None:
+    def end_update(self, optimizer: Any) -> None:
         """End an optimizer's step."""
         self._in_closure = False
         if self._owner is not None and self._owner() is optimizer:

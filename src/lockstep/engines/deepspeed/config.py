@@ -2,7 +2,7 @@
 
     config = read_config("ds_config.json")                       {} for ""
     check_batches("ds_config.json", batch_size=64, micro_batch_size=4, ranks=8)
-    config = merged(config, settings)                            what `deepspeed.initialize` gets
+    config = merge(config, settings)                            what `deepspeed.initialize` gets
 
 The file's optimizer, schedule, precision and batch became the run's settings when flags were read (see
 `lockstep.config.deepspeed`). Here the file is compared with them: a number that contradicts a flag is refused by name,
@@ -20,7 +20,7 @@ from lockstep.config.deepspeed import optimizer_name, read_json, scale_settings
 from lockstep.config.sections import Fp16
 from lockstep.errors import ConfigError
 
-__all__ = ["DeepSpeedSettings", "check_batches", "merged", "read_config"]
+__all__ = ["DeepSpeedSettings", "check_batches", "merge", "read_config"]
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys that go to DeepSpeed as they are.
@@ -121,7 +121,7 @@ def _check_entry(section: Mapping[str, Any], key: str, value: Any, source: str, 
         )
 
 
-def merged(config: Mapping[str, Any], settings: DeepSpeedSettings) -> dict[str, Any]:
+def merge(config: Mapping[str, Any], settings: DeepSpeedSettings) -> dict[str, Any]:
     """Return DeepSpeed's configuration. Raises ConfigError if the file contradicts a flag."""
     _check_entry(config, "gradient_clipping", settings.clip, f"--optim.clip {settings.clip:g}")
     _check_precision(config, settings)

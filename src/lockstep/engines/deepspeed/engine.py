@@ -33,7 +33,7 @@ from lockstep.engines.base import (
     set_extra,
 )
 from lockstep.engines.ddp import check_launched
-from lockstep.engines.deepspeed.config import DeepSpeedSettings, merged, read_config
+from lockstep.engines.deepspeed.config import DeepSpeedSettings, merge, read_config
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.modes import has_modes
@@ -158,9 +158,9 @@ class SplitState:
             if hasattr(p, "ds_tensor"):
                 shards.append(p.ds_tensor)
         weights = [p.data for p in self._model.parameters()]
-        gradients = count_bytes(parameter.data for _, parameter in self._trained())
+        gradients = count_bytes(parameter.data for _, parameter in self._iterate_trained())
         if self._stage > 1:
-            size = next((parameter.element_size() for _, parameter in self._trained()), 0)
+            size = next((parameter.element_size() for _, parameter in self._iterate_trained()), 0)
             gradients = size * self._flat.elements()
         return Footprint(
             count_bytes([*weights, *shards, *(buffer for _, buffer in self._buffers())]),
@@ -172,28 +172,30 @@ class SplitState:
         """Return this rank's parts of the float32 weights, flat, with padding to equal lengths."""
         return self._flat.parts()
 
-    def named(self) -> dict[str, Tensor]:
+    def copy_weights(self) -> dict[str, Tensor]:
         """Return the float32 weights by name, each whole on one rank. Collective."""
         owners = self._owners()
-        return {n: self._place_on(self._parameter(p), owners[f"model/{n}"]) for n, p in self._trained()}  # collective
+        return {
+            n: self._place_on(self._parameter(p), owners[f"model/{n}"]) for n, p in self._iterate_trained()
+        }  # collective
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `named`, or plain tensors, into the float32 weights only. Collective.
+        """Load the result of `copy_weights`, or plain tensors, into the float32 weights only. Collective.
 
         The parameters that the forward reads are unchanged.
         """
         owners = self._owners()
-        for name, parameter in self._trained():
+        for name, parameter in self._iterate_trained():
             self._set_master(parameter, self._gather(state[name], owners[f"model/{name}"]))  # collective
 
     @torch.no_grad()
     def show(self) -> None:
         """Copy the float32 weights into the parameters that the forward reads. Collective."""
-        for _, parameter in self._trained():
+        for _, parameter in self._iterate_trained():
             self._set_model_weight(parameter, self._parameter(parameter))  # collective
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _iterate_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad)
 
     def _owners(self) -> dict[str, int]:
@@ -409,7 +411,7 @@ class DeepSpeed(BareEngine):
         flags = DeepSpeedSettings(
             options.zero_stage, options.cpu_offload, request.clip, is_bf16, request.loss_scaling, instance
         )
-        config = merged(file_config, flags)
+        config = merge(file_config, flags)
         self._stage = int(config["zero_optimization"]["stage"])
         self._world = world
         self._scaled = bool(request.loss_scaling)
@@ -670,7 +672,7 @@ def _accessors(package: Any) -> Any:
     """Return the functions that read and write ZeRO's split state."""
 
     @contextlib.contextmanager
-    def gathered(parameters: list[nn.Parameter], stage: int, writer: int | None = None) -> Iterator[None]:
+    def gather(parameters: list[nn.Parameter], stage: int, writer: int | None = None) -> Iterator[None]:
         """Gather the parameters within the context; keep what rank `writer` writes."""
         if stage < 3:
             yield
@@ -685,4 +687,4 @@ def _accessors(package: Any) -> Any:
         functions[f"safe_{name}_fp32_param"] = getattr(utils, f"safe_{name}_fp32_param")
     for name in names:
         functions[f"safe_{name}_optimizer_state"] = getattr(utils, f"safe_{name}_optimizer_state")
-    return SimpleNamespace(gathered=gathered, **functions)
+    return SimpleNamespace(gathered=gather, **functions)

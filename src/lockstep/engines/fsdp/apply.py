@@ -21,7 +21,7 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.blocks import BlockUnits, find_blocks
-from lockstep.engines.ddp import GradientUsage, listed, send_from_rank_0
+from lockstep.engines.ddp import GradientUsage, send_from_rank_0, shorten
 from lockstep.engines.fsdp.whole import find_whole, is_whole
 from lockstep.engines.model_init import check_placeable, place
 from lockstep.engines.request import EngineRequest
@@ -104,10 +104,10 @@ class UsageCheck:
         if self._every:
             flags = [False] * len(self._usage.names)
         else:
-            flags = self._usage.used()
+            flags = self._usage.list_used()
         if all(flags):
             return flags
-        leaves = reached(loss)
+        leaves = find_leaves(loss)
         uses = []
         for before, parameter in zip(flags, self._usage.parameters, strict=True):
             uses.append(before or parameter in leaves)
@@ -124,16 +124,16 @@ class UsageCheck:
                 users.append(str(rank))
             else:
                 idle.append(str(rank))
-        return f"used by rank {listed(users)} and not by rank {listed(idle)} in this step"
+        return f"used by rank {shorten(users)} and not by rank {shorten(idle)} in this step"
 
     def _refuse(self, names: list[str], reason: str) -> None:
         raise ConfigError(
-            f"--engine fsdp: torch {torch.__version__} cannot exchange the gradients of {listed(names)}, {reason}; "
+            f"--engine fsdp: torch {torch.__version__} cannot exchange the gradients of {shorten(names)}, {reason}; "
             "use torch 2.13 or newer, or --engine ddp, or have every rank use the same parameters in every step"
         )
 
 
-def reached(loss: Tensor) -> set[Tensor]:
+def find_leaves(loss: Tensor) -> set[Tensor]:
     """Return the leaves that the backward of `loss` gives a gradient.
 
     Excludes what a reentrant activation checkpoint hides.

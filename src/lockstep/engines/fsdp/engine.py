@@ -24,7 +24,7 @@ from lockstep.distributed.rows import assign_owners, gather_rows
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
-from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
+from lockstep.engines.ddp import GradientUsage, check_launched, same_start, shorten
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
 from lockstep.engines.fsdp.apply import (
     CAN_RESET,
@@ -39,7 +39,7 @@ from lockstep.engines.fsdp.apply import (
     shard,
 )
 from lockstep.engines.fsdp.whole import WholeParameters, find_whole, is_whole
-from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, combined, norms_of, trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, combine_norms, list_trained, norms_of
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import is_dtensor, local_of
@@ -56,7 +56,7 @@ def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: tor
     for gradient in gradients:
         if is_dtensor(gradient):
             shards.append(local_of(gradient))
-    squares = combined(norms_of(shards)).to(device).square()
+    squares = combine_norms(norms_of(shards)).to(device).square()
     # All ranks of the sharding group; each has a part of every gradient.
     collectives.all_reduce(squares, group=group)  # collective
     # Every rank has the whole ones, so they are added once, after the exchange.
@@ -64,7 +64,7 @@ def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: tor
     for gradient in gradients:
         if not is_dtensor(gradient):
             whole.append(gradient)
-    return (squares + combined(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
+    return (squares + combine_norms(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
 
 
 def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
@@ -94,7 +94,7 @@ class ExactNorm:
         self._world = world
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
-        return combined(self.each(gradients))
+        return combine_norms(self.each(gradients))
 
     def each(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return the norm of each gradient. Collective."""
@@ -183,7 +183,7 @@ class ExactReduceScatter:
             return input_tensor.new_empty(pieces, len(output_tensor))
 
         # One collective per round of the tree, on all ranks of the group.
-        output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._subtrees, group))
+        output_tensor.copy_(piece_of_sum(self._sums.take(), room, self._subtrees, group))
 
 
 _NAME = "--engine fsdp"
@@ -229,7 +229,7 @@ class FSDP(BareEngine):
             mesh = again(model)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         instance = optimizer(model)
-        self._parameters = trained(model, instance)
+        self._parameters = list_trained(model, instance)
         whole = []
         for parameter in find_whole(model):
             if parameter.requires_grad:
@@ -371,7 +371,7 @@ class FSDP(BareEngine):
         return leave_groups(model)
 
     @staticmethod
-    def exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+    def count_exchanged(options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
         # A reduce-scatter moves half of the bytes of a sum.
         if options.sharding in ("full", "hybrid"):
             # Gathered for the forward and for the backward.
@@ -431,7 +431,7 @@ class FSDP(BareEngine):
         self.model.to(self._world.device)
         same_start(self.model)
         instance = optimizer(self.model)
-        parameters = trained(self.model, instance)
+        parameters = list_trained(self.model, instance)
         spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=_NAME, dense_flag=_NAME)
         self._update = OptimizerStep(self.model, instance, self._request, spec)
         self._tree = Tree(parameters, self._request.exact, self._world)
@@ -523,11 +523,11 @@ class FSDP(BareEngine):
 
         Checked in every step, since a later step may take another branch, and zeros would silently train differently.
         """
-        names = [] if self._is_reported else usage.missed(backwards)
+        names = [] if self._is_reported else usage.find_missed(backwards)
         self._is_reported = True
         if names:
             self._request.say(
-                f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
+                f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({shorten(names)}); "
                 "one that no rank uses is left alone in that step"
             )
         # No gradient was filled in where each exchange is checked.
@@ -535,7 +535,7 @@ class FSDP(BareEngine):
             self._check.begin()
             return
         # All ranks, once a step, on the host.
-        unused = usage.unused(self._order)  # collective
+        unused = usage.find_unused(self._order)  # collective
         if not usage.is_alike:
             raise LockstepError(
                 f"{_NAME}: the ranks' forwards of this step ran different blocks, whose parameters ranks gather "

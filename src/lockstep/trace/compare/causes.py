@@ -8,7 +8,7 @@ from typing import Any
 __all__ = [
     "TraceFinding",
     "TraceVerdict",
-    "said",
+    "explain_cause",
 ]
 
 
@@ -301,7 +301,7 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 
 
-def said(cause: str, frameworks: Iterable[str]) -> str:
+def explain_cause(cause: str, frameworks: Iterable[str]) -> str:
     """Return a cause with the fix for the first framework that has one."""
     text, ways = _CAUSES[cause]
     names = []

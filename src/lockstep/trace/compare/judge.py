@@ -1,6 +1,6 @@
 """Compare two runs step by step and find the first difference.
 
-verdict = judged(read(one), read(two))
+verdict = compare_runs(read(one), read(two))
 
 A step is examined in detail only if something that matters differs: gradients, rates, weights, buffers, values that
 ranks should share, the samples of an evaluation. Its stages are then compared in causal order; the first that differs
@@ -42,12 +42,12 @@ from lockstep.trace.compare.judge_update import (
     count_numbers,
     evaluation_difference,
     initial_difference,
+    list_gaps,
+    list_unended,
     losses_of,
     norm_of,
     rate_difference,
     state_difference,
-    uncovered,
-    unended,
     update_count,
     update_difference,
 )
@@ -61,14 +61,14 @@ from lockstep.trace.compare.pairing import (
     apart_from_each_other,
     every,
     finite,
-    matched,
-    paired,
+    match_names,
+    pair_runs,
     unlike,
 )
 from lockstep.trace.compare.reading import TracePart, TraceRun, distance
 
 __all__ = [
-    "judged",
+    "compare_runs",
 ]
 
 
@@ -119,7 +119,7 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
     for section, (stage, cause) in _STAGES.items():
         first_tensors = step.one.tensors(section)
         second_tensors = step.two.tensors(section)
-        for name in matched(first_tensors, second_tensors).both:
+        for name in match_names(first_tensors, second_tensors).both:
             if finite(first_tensors[name]) != finite(second_tensors[name]):
                 side = SECOND if finite(first_tensors[name]) else FIRST
                 return step.finding(stage, cause, f"it is not finite in {side} only", name)
@@ -138,10 +138,10 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
     for section, plural in _NAMES.items():
         first_tensors = step.one.tensors(section)
         second_tensors = step.two.tensors(section)
-        for name in matched(first_tensors, second_tensors).both:
+        for name in match_names(first_tensors, second_tensors).both:
             if finite(first_tensors[name]) or finite(second_tensors[name]):
                 continue
-            if section == "grad" and every(_skipped(spot, name) for _, spot in step.sides()):
+            if section == "grad" and every(_is_skipped(spot, name) for _, spot in step.sides()):
                 continue
             if (
                 section == "buffers"
@@ -155,7 +155,7 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
                 text = f"the state {name}" if section == "state" else name
             yield plural, text
     sides = [(spot.before(), spot.tensors("weights")) for _, spot in step.sides()]
-    names = matched(*(matched(before, after).both for before, after in sides)).both
+    names = match_names(*(match_names(before, after).both for before, after in sides)).both
     for name in names:
         if not every(finite(tensors[name]) for side in sides for tensors in side):
             yield "updates", name
@@ -166,7 +166,7 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
         yield "gradient norms", "the gradient's norm"
 
 
-def _skipped(spot: Spot, name: str) -> bool:
+def _is_skipped(spot: Spot, name: str) -> bool:
     """Whether an update left a weight unchanged, and finite."""
     before = spot.before().get(name)
     after = spot.tensors("weights").get(name)
@@ -191,15 +191,15 @@ _VAGUE = ("loss", "reduction", "part-unreduced", "gradient")
 _TOO_FAR = 1e-2
 
 
-def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
+def compare_runs(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
     """Compare two runs over their common steps."""
-    pair = paired(first_run, second_run)
+    pair = pair_runs(first_run, second_run)
     verdict = TraceVerdict(first_run.name, second_run.name)
     _hide_unplaced(pair, [*first_run.parts, *second_run.parts], verdict)
     _notes(pair, verdict)
-    verdict.missing += unended(pair)
+    verdict.missing += list_unended(pair)
     names = [side.spots[0].tensors("initial") for side in (pair.one, pair.two)]
-    if names[0] and names[1] and not matched(*names).both:
+    if names[0] and names[1] and not match_names(*names).both:
         text = f"the first trains {next(iter(names[0]))} and others, the second {next(iter(names[1]))} and others"
         verdict.missing.append(f"the runs have no parameter name in common: {text}")
         return verdict
@@ -238,7 +238,7 @@ def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
         text = f"tensors whose gradients are rounding noise: {len(state.noise)}, such as {min(state.noise)}"
         verdict.notes.append(f"{text}; their distance is not counted")
     verdict.finding = _end(pair)
-    verdict.missing += [*state.unseen.text(verdict.compared), *uncovered(pair, verdict)]
+    verdict.missing += [*state.unseen.text(verdict.compared), *list_gaps(pair, verdict)]
     verdict.not_finite = dict(state.unseen.counts)
     return verdict
 
@@ -267,7 +267,7 @@ class _Divergence:
         before = self.bits
         self.bits &= every(
             first_weights[name].digest == second_weights[name].digest
-            for name in matched(first_weights, second_weights).both
+            for name in match_names(first_weights, second_weights).both
         )
         count_numbers(step, verdict.compared)
         if before and not self.bits:
@@ -375,7 +375,7 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
     unequal = next(
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
     )
-    step.flagged = _flagged(step)
+    step.flagged = _find_differing(step)
     # These need no tolerance, so they are found even if no gradient is flagged.
     exact = items_unequal(step) or own_statistics(step)
     if not step.flagged and unequal is None and exact is None:
@@ -405,7 +405,7 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
     return other or finding
 
 
-def _flagged(step: StepPair) -> list[str]:
+def _find_differing(step: StepPair) -> list[str]:
     """List the gradients that differ by more than rounding explains."""
     first_gradients = step.one.tensors("grad")
     second_gradients = step.two.tensors("grad")
@@ -415,7 +415,7 @@ def _flagged(step: StepPair) -> list[str]:
         max(sum(tensor.square for tensor in side.values()) for side in (first_gradients, second_gradients))
     )
     names = unmatched_gradients(step)
-    for name in matched(first_gradients, second_gradients).both:
+    for name in match_names(first_gradients, second_gradients).both:
         error = distance(first_gradients[name].sketch, second_gradients[name].sketch)
         finite_sides = finite(first_gradients[name]), finite(second_gradients[name])
         off = not error <= step.limit * norm or finite_sides[0] != finite_sides[1]

@@ -23,11 +23,11 @@ from lockstep.trace.compare.pairing import (
     TracePair,
     TraceSide,
     Use,
-    counted,
+    count_contents,
     every,
-    matched,
+    list_samples,
+    match_names,
     readers,
-    trained,
 )
 from lockstep.trace.compare.reading import WholeTensor, words
 
@@ -58,13 +58,13 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if short is not None:
         return short
     first_reads, second_reads = _reads(step.pair, *step.at)
-    first_counts = counted(first_reads)
-    second_counts = counted(second_reads)
+    first_counts = count_contents(first_reads)
+    second_counts = count_contents(second_reads)
     if (
         first_counts == second_counts
         or not first_counts
         or not second_counts
-        or counted(readers(first_reads)) == counted(readers(second_reads))
+        or count_contents(readers(first_reads)) == count_contents(readers(second_reads))
     ):
         return None
     for name, samples in ((SECOND, second_reads), (FIRST, first_reads)):
@@ -101,7 +101,7 @@ def _cut_short(step: StepPair) -> TraceFinding | None:
     All others must be computed as a whole.
     """
     counts = [
-        (name, rank, _computed(use, load), int(load["n"]))
+        (name, rank, _count_computed(use, load), int(load["n"]))
         for name, side, at in ((SECOND, step.pair.two, step.at[1]), (FIRST, step.pair.one, step.at[0]))
         for rank, use in _uses(side, at).items()
         for load in use.loads
@@ -114,7 +114,7 @@ def _cut_short(step: StepPair) -> TraceFinding | None:
     return step.finding("data", "lost-samples", text, "samples", rank)
 
 
-def _computed(use: Use, load: dict[str, Any]) -> int:
+def _count_computed(use: Use, load: dict[str, Any]) -> int:
     """Count the samples of a batch that forwards compute."""
     pairs = zip(use.forwards, use.sources, strict=True)
     total = 0
@@ -126,12 +126,12 @@ def _computed(use: Use, load: dict[str, Any]) -> int:
 
 def contents_difference(step: StepPair) -> TraceFinding | None:
     """Report samples with other contents, which explain a gradient if nothing else does."""
-    first_reads, second_reads = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
-    first_counts = counted(first_reads)
-    second_counts = counted(second_reads)
+    first_reads, second_reads = list_samples(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
+    first_counts = count_contents(first_reads)
+    second_counts = count_contents(second_reads)
     if (
         first_counts == second_counts
-        or counted(readers(first_reads)) == counted(readers(second_reads))
+        or count_contents(readers(first_reads)) == count_contents(readers(second_reads))
         or not second_counts - first_counts
     ):
         return None
@@ -155,13 +155,13 @@ def _reads(pair: TracePair, first_at: int, second_at: int) -> tuple[dict[int, li
 
     They are known by their indices if these are the same in both runs.
     """
-    reads = trained(_uses(pair.one, first_at), _uses(pair.two, second_at))
+    reads = list_samples(_uses(pair.one, first_at), _uses(pair.two, second_at))
     return tuple(_by_index(side) if _is_indexed(pair) else side for side in reads)
 
 
 def _reads_of(pair: TracePair, side: TraceSide, at: int) -> dict[int, list[TracedSample]]:
     """Return rank -> samples of a step of one run, as `_reads` does."""
-    reads, _ = trained(_uses(side, at), {})
+    reads, _ = list_samples(_uses(side, at), {})
     if _is_indexed(pair):
         return _by_index(reads)
     return reads
@@ -188,7 +188,7 @@ def _have_equal_indices(pair: TracePair) -> bool:
     sides: tuple[dict[int, set[int]], ...] = ({}, {})
     counts = Counter[int](), Counter[int]()
     for at in pair.steps:
-        for reads, places, count in zip(trained(*_uses_at(pair, at)), sides, counts, strict=True):
+        for reads, places, count in zip(list_samples(*_uses_at(pair, at)), sides, counts, strict=True):
             for sample in (entry for samples in reads.values() for entry in samples):
                 places.setdefault(sample.content, set()).add(sample.index)
                 count[sample.index] += 1
@@ -206,7 +206,7 @@ def _uses_at(pair: TracePair, at: tuple[int, int]) -> tuple[dict[int, Use], dict
 
 def _uses(side: TraceSide, at: int) -> dict[int, Use]:
     spot = side.spots[at]
-    return dict(side.used(spot).at(spot.at, 0))
+    return dict(side.find_samples(spot).at(spot.at, 0))
 
 
 def _repeated_epoch(
@@ -222,7 +222,7 @@ def _repeated_epoch(
             earlier = max(
                 (sample.epoch for rank_samples in earlier_samples.values() for sample in rank_samples), default=-1
             )
-            if earlier < epoch and counted(earlier_samples) == counted(samples):
+            if earlier < epoch and count_contents(earlier_samples) == count_contents(samples):
                 text = f"epoch {epoch + 1} reads the samples that epoch {earlier + 1} read in step {before + 1}"
                 return step.finding("data", "set-epoch", text, "samples")
     return None
@@ -235,8 +235,8 @@ def _samples_of_other_step(
 
     That is a resume that starts too late or too early, or a lost sample.
     """
-    first_counts = counted(first_reads)
-    second_counts = counted(second_reads)
+    first_counts = count_contents(first_reads)
+    second_counts = count_contents(second_reads)
     new = second_counts - first_counts
     missing = first_counts - second_counts
     names = {s.content: s.name for side in (first_reads, second_reads) for entry in side.values() for s in entry}
@@ -251,7 +251,7 @@ def _samples_of_other_step(
         at = step.at[0] + offset
         if not 0 <= at < len(step.pair.one.spots):
             continue
-        contents = counted(_reads_of(step.pair, step.pair.one, at))
+        contents = count_contents(_reads_of(step.pair, step.pair.one, at))
         identical = contents == second_counts
         is_shifted = abs(offset) == 1 and sum(missing.values()) < sum(first_counts.values()) and not new - contents
         if (identical and (resumed or abs(offset) <= 2)) or (is_shifted and resumed):
@@ -281,7 +281,7 @@ def _recent_samples(step: StepPair) -> set[int]:
     """Return the samples that the second run read in its last 200 steps."""
     contents: set[int] = set()
     for at in range(max(0, step.at[1] - 200), step.at[1]):
-        contents |= set(counted(_reads_of(step.pair, step.pair.two, at)))
+        contents |= set(count_contents(_reads_of(step.pair, step.pair.two, at)))
     return contents
 
 
@@ -292,7 +292,7 @@ def _are_elsewhere(step: StepPair, reads: tuple[dict[int, list[TracedSample]], .
 
     Padded to other lengths, samples have contents that no other step has.
     """
-    first_counts, second_counts = (counted(entry) for entry in reads)
+    first_counts, second_counts = (count_contents(entry) for entry in reads)
     only = (first_counts - second_counts) + (second_counts - first_counts)
     elsewhere = 0
     for content, count in only.items():
@@ -361,7 +361,7 @@ def _other_order(
     step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> TraceFinding:
     """Report the same samples in another order, or another number of samples."""
-    counts = counted(first_reads), counted(second_reads)
+    counts = count_contents(first_reads), count_contents(second_reads)
     missing = counts[0] - counts[1]
     new = counts[1] - counts[0]
     if missing.total() == new.total():
@@ -447,7 +447,7 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
     first_states = states[FIRST]
     second_states = states[SECOND]
     # Numbers of a step, such as which layers it leaves out, are the same in any split.
-    keys = {key for key in keys if _drawn(first_states, key) != _drawn(second_states, key)}
+    keys = {key for key in keys if _list_draws(first_states, key) != _list_draws(second_states, key)}
     if not keys:
         return "", None
     for key in sorted(keys - set(_OF_HOST), key=lambda each: (each in _COMMON, each)):
@@ -494,7 +494,7 @@ def _two_steps(spot: Spot) -> list[tuple[int, int, Forward]]:
     return [(entry.at, rank, forward) for entry in steps for rank, ran in _states(entry).items() for forward in ran]
 
 
-def _drawn(ranks: dict[int, list[Forward]], key: str) -> set[tuple[str, str]]:
+def _list_draws(ranks: dict[int, list[Forward]], key: str) -> set[tuple[str, str]]:
     """Return the generator's states before and after each forward."""
     return {
         (forward.before.get(key, ""), forward.after.get(key, "")) for forwards in ranks.values() for forward in forwards
@@ -541,7 +541,7 @@ _LEAST_SHARE = 0.05
 def parameter_sets(step: StepPair) -> TraceFinding | None:
     """Compare the tensors of the two optimizers, and the parameters of the two models."""
     if not step.number and not step.pair.shift:
-        models = matched(_model(step.one), _model(step.two))
+        models = match_names(_model(step.one), _model(step.two))
         for name, only in ((SECOND, models.first), (FIRST, models.second)):
             if only:
                 return step.finding("initial weights", "other-model", f"{name} has no {_list_names(only)}", only[0])
@@ -551,7 +551,7 @@ def parameter_sets(step: StepPair) -> TraceFinding | None:
         if section == "begin" and not (first_tensors and second_tensors):
             # For large models it is recorded only now and then.
             continue
-        finding = _unmatched_tensors(step, matched(first_tensors, second_tensors))
+        finding = _unmatched_tensors(step, match_names(first_tensors, second_tensors))
         if finding is not None:
             return finding
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
@@ -615,7 +615,7 @@ def unmatched_gradients(step: StepPair) -> list[str]:
         return []
     first_gradients = step.one.tensors("grad")
     second_gradients = step.two.tensors("grad")
-    sets = matched(first_gradients, second_gradients)
+    sets = match_names(first_gradients, second_gradients)
     names = []
     for name in chain(sets.first, sets.second):
         if (first_gradients.get(name) or second_gradients[name]).square != 0:
@@ -634,7 +634,7 @@ def gradient_sets(step: StepPair) -> TraceFinding | None:
 
 def buffer_sets(step: StepPair) -> TraceFinding | None:
     """Compare the sets of the two models' buffers."""
-    sets = matched(step.one.tensors("buffers"), step.two.tensors("buffers"))
+    sets = match_names(step.one.tensors("buffers"), step.two.tensors("buffers"))
     for name, only in ((SECOND, sets.first), (FIRST, sets.second)):
         if only:
             return step.finding("buffers", "other-model", f"{name} has no {_list_names(only)}", only[0])
@@ -646,7 +646,7 @@ def state_sets(step: StepPair) -> TraceFinding | None:
     first_states = step.one.tensors("state")
     second_states = step.two.tensors("state")
     trained = step.one.tensors("grad").keys() & step.two.tensors("grad").keys()
-    sets = matched(first_states, second_states)
+    sets = match_names(first_states, second_states)
     for name, only in ((SECOND, sets.first), (FIRST, sets.second)):
         lacking = []
         for key in only:
@@ -671,7 +671,7 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
             if earlier.keys() == grads.keys():
                 previous = earlier
                 break
-        if previous is None or not grads or not matched(grads, fresh).whole:
+        if previous is None or not grads or not match_names(grads, fresh).whole:
             continue
         sum_, current, before = (
             [x for tensor in grads for x in side[tensor].sketch] for side in (grads, fresh, previous)

@@ -18,8 +18,8 @@ from lockstep.trace.compare.pairing import (
     Spot,
     StepPair,
     Use,
-    computed,
     every,
+    list_forwards,
     share,
     unlike,
 )
@@ -300,7 +300,7 @@ def _output_gradient_norms(step: StepPair) -> list[dict[tuple[int, int], tuple[F
     """
     uses = _uses(step)
     sides: list[dict[tuple[int, int], tuple[Forward, float]]] = []
-    for use, contents in zip(uses, computed(*uses), strict=True):
+    for use, contents in zip(uses, list_forwards(*uses), strict=True):
         norms: dict[tuple[int, int], tuple[Forward, float]] = {}
         occurrences: dict[int, int] = {}
         for rank, forwards in contents.items():
@@ -363,7 +363,7 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
         counts = [_counts(step, side, name, column) for side in (0, 1)]
         weighted = []
         for rank_losses, count in zip(losses, counts, strict=True):
-            weighted.append(_weighted(rank_losses, count))
+            weighted.append(_average(rank_losses, count))
         if None in weighted or weighted[0] is None or weighted[1] is None:
             continue
         if (
@@ -413,7 +413,7 @@ def _by_rank(counts: Counts) -> list[int]:
     return [sum(items) for items in counts.values()]
 
 
-def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
+def _average(losses: dict[int, list[float]], counts: Counts) -> float | None:
     """Return the mean over all items of a step.
 
     Each loss must be the mean over its micro-batch's items, divided by the number of micro-batches.
@@ -432,7 +432,7 @@ def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
 
 def _uses(step: StepPair) -> list[dict[int, Use]]:
     sides = ((step.pair.one, step.one), (step.pair.two, step.two))
-    return [run.used(spot).at(spot.at, 0) for run, spot in sides]
+    return [run.find_samples(spot).at(spot.at, 0) for run, spot in sides]
 
 
 def _keys(step: StepPair) -> Iterator[tuple[str, int]]:
@@ -480,12 +480,12 @@ def gradient_difference(step: StepPair) -> TraceFinding:
     """Return the first stage that differs, from the forward to the reduction."""
     return (
         _clipped_scaled(step)
-        or _unreduced(step)
+        or _find_unreduced(step)
         or _unequal_clip_norms(step)
         or _changed_after_clipping(step)
         or own_statistics(step)
         or _forward(step)
-        or _padded(step)
+        or _find_padding(step)
         or normalisation_difference(step)
         or _clipping(step)
         or _reduction(step)
@@ -581,7 +581,7 @@ def _changed_after_clipping(step: StepPair) -> TraceFinding | None:
     return step.finding("clipping", "clip-before-unscale", text, "all gradients")
 
 
-def _unreduced(step: StepPair) -> TraceFinding | None:
+def _find_unreduced(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         grads = spot.tensors("grad")
         unequal = {}
@@ -660,7 +660,7 @@ def _forward(step: StepPair) -> TraceFinding | None:
     return step.finding("forward", "forward", text, first_module(step) or "output", rank)
 
 
-def _padded(step: StepPair) -> TraceFinding | None:
+def _find_padding(step: StepPair) -> TraceFinding | None:
     """Report samples whose output depends on how far their batch is padded.
 
     Their gradients then differ by more than a divisor, but only where the lengths of the batches do.

@@ -1,7 +1,7 @@
 """Compare weights, updates and evaluations of two runs, and count what was compared.
 
 `initial_difference`, `changed_weights` and `update_difference` judge the weights, `rate_difference` the rates and
-settings, `state_difference` the optimizer's state, `evaluation_difference` the evaluations. `uncovered` lists what a
+settings, `state_difference` the optimizer's state, `evaluation_difference` the evaluations. `list_gaps` lists what a
 proof lacks; `TrainedSoFar` notes runs that train nothing.
 """
 
@@ -21,14 +21,14 @@ from lockstep.trace.compare.pairing import (
     TracePair,
     TraceSide,
     Use,
-    counted,
+    count_contents,
     every,
     finite,
     finite_in_some,
-    matched,
+    list_samples,
+    match_names,
     readers,
     share,
-    trained,
     unlike,
 )
 from lockstep.trace.compare.reading import WholeTensor, distance
@@ -43,12 +43,12 @@ __all__ = [
     "count_numbers",
     "evaluation_difference",
     "initial_difference",
+    "list_gaps",
+    "list_unended",
     "losses_of",
     "norm_of",
     "rate_difference",
     "state_difference",
-    "uncovered",
-    "unended",
     "update_count",
     "update_difference",
 ]
@@ -56,8 +56,10 @@ __all__ = [
 
 def count_data(step: StepPair, compared: Counter[str]) -> None:
     """Count the samples of a step that both runs read."""
-    first_samples, second_samples = trained(*(side.used(spot).at(spot.at, 0) for side, spot in _sides(step)))
-    compared["samples"] += (counted(readers(first_samples)) & counted(readers(second_samples))).total()
+    first_samples, second_samples = list_samples(
+        *(side.find_samples(spot).at(spot.at, 0) for side, spot in _sides(step))
+    )
+    compared["samples"] += (count_contents(readers(first_samples)) & count_contents(readers(second_samples))).total()
 
 
 def count_numbers(step: StepPair, compared: Counter[str]) -> None:
@@ -67,7 +69,7 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
             _finite_in_both(step.one.tensors(section), step.two.tensors(section), masks=section == "buffers")
         )
     weights = _finite_in_both(step.one.tensors("weights"), step.two.tensors("weights"))
-    compared["updates"] += len(matched(weights, _finite_in_both(step.one.before(), step.two.before())).both)
+    compared["updates"] += len(match_names(weights, _finite_in_both(step.one.before(), step.two.before())).both)
     norms = []
     for _, spot in _sides(step):
         if spot.hidden:
@@ -83,7 +85,7 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
             compared["losses"] += min(sum(map(len, first_losses)), sum(map(len, second_losses)))
 
 
-def unended(pair: TracePair) -> list[str]:
+def list_unended(pair: TracePair) -> list[str]:
     """List the runs that were not recorded to their end, or not on all ranks."""
     sides = (pair.one, pair.two)
     runs = []
@@ -98,7 +100,7 @@ def unended(pair: TracePair) -> list[str]:
     return runs
 
 
-def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
+def list_gaps(pair: TracePair, verdict: TraceVerdict) -> list[str]:
     """List what a proof needs and the compared steps lack."""
     if not verdict.judged:
         return ["they have no step in common"]
@@ -122,7 +124,7 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
 
 def _finite_in_both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *, masks: bool = False) -> list[str]:
     """List the names with finite values in both; with `masks` also equal infinite ones."""
-    pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
+    pairs = ((name, one[name], two[name]) for name in match_names(one, two).both)
     names = []
     for name, first_tensor, second_tensor in pairs:
         if (finite(first_tensor) and finite(second_tensor)) or (
@@ -159,7 +161,7 @@ def _has_losses(side: TraceSide, at: int) -> bool:
 
 def _has_samples(side: TraceSide, at: int) -> bool:
     spot = side.spots[at]
-    return any(use.inputs or use.samples for use in side.used(spot).at(spot.at, 0).values())
+    return any(use.inputs or use.samples for use in side.find_samples(spot).at(spot.at, 0).values())
 
 
 def _has_state(side: TraceSide, at: int) -> bool:
@@ -180,16 +182,16 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
         # Lightning's sanity check takes a few batches, so more samples with more processes.
         return None
     uses = [
-        {rank: use for rank, use in side.used(spot).at(spot.at, 1).items() if use.forwards}
+        {rank: use for rank, use in side.find_samples(spot).at(spot.at, 1).items() if use.forwards}
         for side, spot in ((step.pair.one, spots[0]), (step.pair.two, spots[1]))
     ]
     training = _in_training_mode(step, spots, uses)
     if training is not None or not uses[0] or not uses[1]:
         return training
     widths = [_values(entry, "p") for entry in uses]
-    first_samples, second_samples = trained(*uses)
-    first_counts = counted(readers(first_samples))
-    second_counts = counted(readers(second_samples))
+    first_samples, second_samples = list_samples(*uses)
+    first_counts = count_contents(readers(first_samples))
+    second_counts = count_contents(readers(second_samples))
     if first_counts == second_counts:
         return _uncombined_scores(step, spots[1], second_samples) or _uncombined_scores(step, spots[0], first_samples)
     names = {s.content: s.name for side in (first_samples, second_samples) for entry in side.values() for s in entry}
@@ -245,7 +247,7 @@ def _in_training_mode(
 
 def _without_backward(side: TraceSide, spot: Spot | None) -> int:
     """Count a step's training forwards without a backward."""
-    uses = side.used(spot).at(spot.at, 0).values() if spot is not None else ()
+    uses = side.find_samples(spot).at(spot.at, 0).values() if spot is not None else ()
     return sum(not forward.get("backwards") for use in uses for forward in use.forwards)
 
 
@@ -664,7 +666,7 @@ def changed_weights(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         if spot.begins:
             continue
-        previous = spot.left()
+        previous = spot.find_previous_weights()
         for tensor, value in spot.tensors("begin").items():
             if value.other and tensor in previous and previous[tensor].other is None:
                 rank, error = value.other
@@ -720,7 +722,7 @@ def _describe_time(spot: Spot) -> str:
 
 def _moves(spot: Spot) -> dict[str, tuple[float, ...]]:
     """Return the moves of the tensors that changed since the previous update."""
-    previous = spot.left()
+    previous = spot.find_previous_weights()
     moves = {}
     for name, tensor in spot.tensors("begin").items():
         if name in previous and previous[name].digest != tensor.digest:

@@ -1,6 +1,6 @@
 """Match the steps, samples and tensors of two runs.
 
-`paired` matches steps by the weights that they start with; a restarted part replaces the steps that it repeats.
+`pair_runs` matches steps by the weights that they start with; a restarted part replaces the steps that it repeats.
 `TracedSamples` matches forwards with the loaders' batches. `StepPair` is one step of both runs as the judges see it.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.trace.compare.causes import TraceFinding, said
+from lockstep.trace.compare.causes import TraceFinding, explain_cause
 from lockstep.trace.compare.reading import RankTrace, TracePart, TraceRun, WholeTensor, distance, words
 
 __all__ = [
@@ -26,16 +26,16 @@ __all__ = [
     "Use",
     "apart",
     "apart_from_each_other",
-    "computed",
-    "counted",
+    "count_contents",
     "every",
     "finite",
     "finite_in_some",
-    "matched",
-    "paired",
+    "list_forwards",
+    "list_samples",
+    "match_names",
+    "pair_runs",
     "readers",
     "share",
-    "trained",
     "unlike",
 ]
 
@@ -59,7 +59,7 @@ class Matched:
         return bool(self.both) and not self.first and not self.second
 
 
-def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
+def match_names(one: Iterable[str], two: Iterable[str]) -> Matched:
     """Match two sets of names, each in its own order."""
     first_names = dict.fromkeys(one)
     second_names = dict.fromkeys(two)
@@ -236,7 +236,7 @@ def _by_loader(first: Iterable[Use], second: Iterable[Use]) -> bool:
     return every(use.matched for use in (*first, *second))
 
 
-def trained(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
+def list_samples(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
     """Yield rank -> samples of each run.
 
     They are from the loaders' batches if both runs have them, else from the inputs.
@@ -246,7 +246,7 @@ def trained(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int,
         yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
 
 
-def computed(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
+def list_forwards(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
     """Yield rank -> sample keys of each forward, for each run.
 
     The keys are dataset indices if both runs have them, else digests.
@@ -279,7 +279,7 @@ def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSamp
     return {ranks[0]: samples[ranks[0]] for ranks in groups.values()}
 
 
-def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
+def count_contents(samples: dict[int, list[TracedSample]]) -> Counter[int]:
     """Count each content, over all ranks."""
     return Counter(sample.content for rank_samples in samples.values() for sample in rank_samples)
 
@@ -310,7 +310,7 @@ class Spot:
         """Whether its engine reports only the norm of the gradients."""
         return bool(next(iter(self.part.records(self.at).values()))["kind"] == "DeepSpeedEngine")
 
-    def left(self) -> dict[str, WholeTensor]:
+    def find_previous_weights(self) -> dict[str, WholeTensor]:
         """Return this optimizer's weights as the previous updates left them, or the initial ones."""
         names = self.tensors("weights").keys()
         weights = dict[str, WholeTensor]()
@@ -324,7 +324,7 @@ class Spot:
 
     def before(self) -> dict[str, WholeTensor]:
         """Return the weights at the start of the update."""
-        return {**self.left(), **self.tensors("begin")}
+        return {**self.find_previous_weights(), **self.tensors("begin")}
 
 
 @dataclass
@@ -354,7 +354,7 @@ class TraceSide:
     def world(self) -> int:
         return self.spots[0].part.world
 
-    def used(self, spot: Spot) -> TracedSamples:
+    def find_samples(self, spot: Spot) -> TracedSamples:
         if id(spot.part) not in self.samples:
             self.samples[id(spot.part)] = TracedSamples(spot.part)
         return self.samples[id(spot.part)]
@@ -386,7 +386,7 @@ class TracePair:
         return pairs
 
 
-def paired(one: TraceRun, two: TraceRun) -> TracePair:
+def pair_runs(one: TraceRun, two: TraceRun) -> TracePair:
     """Match the steps of two runs by the weights that they start with."""
     first_side = _side(one)
     second_side = _side(two)
@@ -477,7 +477,7 @@ def _steps_before(spot: Spot, steps: list[Spot]) -> int | None:
 
 
 def _equal(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> bool:
-    common = matched(first, second).both
+    common = match_names(first, second).both
     return any(first[name].square for name in common) and every(
         first[name].digest == second[name].digest for name in common
     )
@@ -525,7 +525,7 @@ class StepPair:
         ):
             cause = "alone"
         names = dict.fromkeys([*self.pair.two.frameworks, *self.pair.one.frameworks])
-        return TraceFinding(*self.at, stage, where, rank, cause, text, said(cause, names))
+        return TraceFinding(*self.at, stage, where, rank, cause, text, explain_cause(cause, names))
 
     def sides(self) -> Iterator[tuple[str, Spot]]:
         """Yield (name, spot) of each run, the second first: it is the one in question."""

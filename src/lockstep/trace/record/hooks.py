@@ -74,7 +74,7 @@ class TraceListener(Listener):
         if passes.root is None:
             return
         if passes.root is module:
-            passes.left(args, kwargs, output)
+            passes.end_forward(args, kwargs, output)
         else:
             passes.inside(module, output)
 
@@ -111,7 +111,7 @@ class TraceListener(Listener):
 
         return run_closure
 
-    def updated(self, optimizer: Any) -> None:
+    def end_update(self, optimizer: Any) -> None:
         """Record the state after an update."""
         self.recorder.updates.after(optimizer)
 
@@ -140,7 +140,7 @@ class TraceListener(Listener):
         batch_indices = indices.popleft() if indices else None
         loader, epoch = getattr(iterator, "_lockstep_place", (-1, -1))
         set_epoch = getattr(_sampler(iterator), "epoch", None)
-        self.recorder.passes.loaded(loader, epoch, batch_indices, set_epoch, data)
+        self.recorder.passes.record_batch(loader, epoch, batch_indices, set_epoch, data)
         return data
 
     # Collectives, clipping, unscaling, schedules.

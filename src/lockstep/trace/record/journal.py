@@ -219,7 +219,7 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
 
 
 @dataclass
-class _Layout:
+class _TensorLayout:
     """Layout of tensors of several kinds, with fixed names, sizes and places.
 
     Attributes:
@@ -253,7 +253,7 @@ class Journal:
         self._rank = -1
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
-        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        self._layouts: dict[tuple[Any, ...], _TensorLayout] = {}
 
     @property
     def thorough(self) -> bool:
@@ -302,7 +302,7 @@ class Journal:
         for target, begin, end in targets:
             self.reading.put(target, 1, rows[begin:end])
 
-    def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
+    def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _TensorLayout:
         plains = [plain(local, at) for _, local, at in entries]
         places = [at for _, _, at in entries]
         tables = {}
@@ -316,7 +316,7 @@ class Journal:
                 if tensor.device == device:
                     indices.append(index)
             plans.append((indices, SumPlan([plains[index] for index in indices], [places[index] for index in indices])))
-        return _Layout(tables, plans)
+        return _TensorLayout(tables, plans)
 
     def names(self, kind: str, entries: list[Entry]) -> None:
         """Record the names of tensors; nothing if there are none."""
@@ -338,7 +338,7 @@ class Journal:
             self._put({"t": "table", "id": number, **table})
         return number
 
-    def ended(self) -> None:
+    def end_step(self) -> None:
         """Write the step's record if it is in range, and start the next step."""
         if self.within():
             self.fresh = False

@@ -66,7 +66,7 @@ class Names:
         self._modules: list[tuple[str, str, weakref.ref[nn.Module]]] = []
         self._generators: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
-    def called(self, module: nn.Module) -> int:
+    def number_root(self, module: nn.Module) -> int:
         """Return the number of a module's root, in order of first calls."""
         for number, root in enumerate(self._roots):
             if root() is module:

@@ -1,7 +1,7 @@
 """Digest batches sample by sample, and the model's outputs.
 
 batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, batch.leaves
-digests = digested(batch)                               # digests.samples int64 [size], digests.leaves, ...
+digests = digest(batch)                               # digests.samples int64 [size], digests.leaves, ...
 
 A batch is split along the first dimension, of the size that most of its tensors share. Padding does not change a
 digest: zeros and -100 add nothing, and with an `attention_mask` only unmasked elements count, by their position among
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from lockstep.tensors import as_bytes
-from lockstep.trace.record.sums import mixed
+from lockstep.trace.record.sums import mix
 
 __all__ = [
     "Batch",
     "SampleDigests",
-    "digested",
+    "digest",
     "lengths",
     "outcomes",
     "outputs",
@@ -110,7 +110,7 @@ def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield path, data
 
 
-def digested(batch: Batch) -> SampleDigests:
+def digest(batch: Batch) -> SampleDigests:
     """Digest a batch sample by sample."""
     values = [value for _, value in batch.leaves]
     mask = values[batch.mask] if batch.mask >= 0 else None
@@ -144,7 +144,7 @@ def digested(batch: Batch) -> SampleDigests:
             total = total + digests.to(total.device) * (2 * number + 1)
     if total is None and batch.others:
         total = torch.tensor([_digest_value(value) for value in batch.others]).sum(0, keepdim=True)
-    return SampleDigests(None if total is None else mixed(total), _stack(sums), _stack(counts))
+    return SampleDigests(None if total is None else mix(total), _stack(sums), _stack(counts))
 
 
 def _is_sequence(value: Tensor) -> bool:
@@ -294,7 +294,7 @@ def _odd(count: int, device: torch.device) -> Tensor:
     odd = _odd_cache.get(device)
     if odd is None or odd.shape[1] < count:
         # At least 1024, so that the table rarely grows.
-        numbers = mixed(torch.arange(1, max(1024, count) + 1, device=device))
+        numbers = mix(torch.arange(1, max(1024, count) + 1, device=device))
         odd = _odd_cache[device] = torch.stack([numbers | 1, (numbers >> 32) | 1]).to(torch.int32)
         _sign_cache[device] = 1.0 - (odd[0] >> 7 & 2).double()
     return odd[:, :count]

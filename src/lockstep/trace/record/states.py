@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from lockstep.trace.record.journal import Journal, quiet
 from lockstep.trace.record.names import WHOLE, Entry, Names, is_wrapper, piece
-from lockstep.trace.record.samples import Batch, digested, lengths, outcomes, outputs, trained_output
-from lockstep.trace.record.sums import summed
+from lockstep.trace.record.samples import Batch, digest, lengths, outcomes, outputs, trained_output
+from lockstep.trace.record.sums import sum_pieces
 
 __all__ = [
     "PassRecorder",
@@ -149,7 +149,7 @@ class PassRecorder:
         self._module_names: dict[int, str] = {}
 
     @quiet
-    def loaded(self, loader: int, epoch: int, indices: Any, set_epoch: Any, data: Any) -> None:
+    def record_batch(self, loader: int, epoch: int, indices: Any, set_epoch: Any, data: Any) -> None:
         """Record a batch from a loader."""
         if not self.journal.within():
             return
@@ -169,7 +169,7 @@ class PassRecorder:
             record["cn"] = batch.names
         if batch.width:
             record["p"] = batch.width
-        digests = digested(batch)
+        digests = digest(batch)
         for name, tensor, form in (
             ("s", digests.samples, "bytes"),
             ("leaf", digests.leaves, "bytes"),
@@ -192,7 +192,7 @@ class PassRecorder:
         self.begun = True
         if self.journal.within():
             training = module.training and grad
-            number = self._names.called(module)
+            number = self._names.number_root(module)
             self._forward = {"at": self.journal.tick(), "m": number, "train": int(training)}
             if module.training and not grad:
                 self._forward["mode"] = 1
@@ -250,10 +250,10 @@ class PassRecorder:
                 record["ac"] = str(tensor.dtype).removeprefix("torch.")
             record.setdefault("mn", []).append(self._module_names.get(id(module), "?"))
             record.setdefault("mv", []).append(None)
-            self.journal.reading.put(record["mv"], -1 + len(record["mv"]), summed([(local, at)]))
+            self.journal.reading.put(record["mv"], -1 + len(record["mv"]), sum_pieces([(local, at)]))
 
     @quiet
-    def left(self, args: Any, kwargs: Any, output: Any) -> None:
+    def end_forward(self, args: Any, kwargs: Any, output: Any) -> None:
         """Record the end of the root's forward."""
         module = self.root
         self.root = None
@@ -287,11 +287,11 @@ class PassRecorder:
             # DDP may call the hook with None.
             if gradient is not None:
                 at_output = True
-                self.reached(record, gradient)
+                self.record_gradient(record, gradient)
 
         def reached_source(index: int, gradients: Any) -> None:
             if not at_output and gradients[index] is not None:
-                self.reached(record, gradients[index])
+                self.record_gradient(record, gradients[index])
 
         # torch does not annotate register_hook.
         output.register_hook(reached_output)  # type: ignore[no-untyped-call]
@@ -304,7 +304,7 @@ class PassRecorder:
             node.register_prehook(functools.partial(reached_source, index))
 
     @quiet
-    def reached(self, record: dict[str, Any], gradient: Tensor) -> None:
+    def record_gradient(self, record: dict[str, Any], gradient: Tensor) -> None:
         """Record the norm of each sample's gradient at a forward's output."""
         record["backwards"] = record.get("backwards", 0) + 1
         self.journal.reading.put(record, "og", lengths(gradient))
@@ -394,7 +394,7 @@ class Updates:
             self._optimizers.append(weakref.ref(optimizer))
         number = next(n for n, ref in enumerate(self._optimizers) if ref() is optimizer)
         journal.record.update(opt=number, kind=type(optimizer).__name__, at=journal.tick())
-        trained = self._trained(optimizer)
+        trained = self._look_up(optimizer)
         kinds: dict[str, list[Entry]] = {}
         if journal.fresh:
             kinds |= self._initial(trained.entries)
@@ -438,7 +438,7 @@ class Updates:
                 outside.append((name, parameter))
         return [*frozen, *self._names.entries(outside)]
 
-    def _trained(self, optimizer: Any) -> _OptimizerParameters:
+    def _look_up(self, optimizer: Any) -> _OptimizerParameters:
         """Look up an optimizer's parameters; unless they are shards, cache them until they change.
 
         Thorough steps repeat the lookup.
@@ -496,7 +496,7 @@ class Updates:
             journal.forget()
             return
         if journal.within() and "opt" in journal.record:
-            trained = self._trained(optimizer)
+            trained = self._look_up(optimizer)
             kinds = {
                 "weights": trained.entries,
                 "buffers": self._names.entries(self._names.buffers(journal.thorough)),
@@ -504,7 +504,7 @@ class Updates:
             if self._whole(trained):
                 kinds["state"] = self._state(optimizer, trained)
             journal.sums(kinds)
-        journal.ended()
+        journal.end_step()
 
     @quiet
     def before_engine(self, engine: Any) -> None:
@@ -513,7 +513,7 @@ class Updates:
         self._passes.root = None
         if not journal.within():
             return
-        self._names.called(engine.module)
+        self._names.number_root(engine.module)
         journal.record.update(opt=0, kind="DeepSpeedEngine", at=journal.tick())
         weights = self._names.entries(self._names.parameters())
         journal.sums({**(self._initial(weights) if journal.fresh else {}), "begin": weights})
@@ -536,4 +536,4 @@ class Updates:
             buffers = self._names.buffers(journal.thorough)
             weights = self._names.entries(self._names.parameters())
             journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})
-        journal.ended()
+        journal.end_step()

@@ -1,6 +1,6 @@
 """Digest, square and sketch tensors so that the results add up over shards.
 
-rows = summed([(weight, ElementPlaces(0)), (shard, ElementPlaces(4096))])   # int64 [2, WIDTH], on the device
+rows = sum_pieces([(weight, ElementPlaces(0)), (shard, ElementPlaces(4096))])   # int64 [2, WIDTH], on the device
 
 A row has a digest (32 bits: a sum over the elements of a hash of position and bits), the sum of squares (float64) and
 SKETCH signed sums (float64). The signs depend on an element's position in the whole tensor, so the mean square of the
@@ -19,9 +19,9 @@ __all__ = [
     "WIDTH",
     "ElementPlaces",
     "SumPlan",
-    "mixed",
+    "mix",
     "plain",
-    "summed",
+    "sum_pieces",
 ]
 
 
@@ -73,7 +73,7 @@ class ElementPlaces(NamedTuple):
             rows = rows - count
 
 
-def mixed(numbers: Tensor) -> Tensor:
+def mix(numbers: Tensor) -> Tensor:
     """Hash each number (the finaliser of splitmix64). int64 of any shape -> the same"""
     x = numbers * _GOLDEN
     x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX[0])
@@ -101,7 +101,7 @@ def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
     return tensor
 
 
-def summed(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
+def sum_pieces(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
     """Return a row of sums for each piece; the pieces are on one device.
 
     Returns:
@@ -321,7 +321,7 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
     pieces, firsts, rows = spans.unbind(1)
     owners = pieces.repeat_interleave(rows)
     numbers = torch.arange(len(owners)) - (rows.cumsum(0) - rows - firsts).repeat_interleave(rows)
-    numbers = mixed(numbers + 1)
+    numbers = mix(numbers + 1)
     odd = ((numbers >> 16) | 1).to(torch.int32)
     signs = (((numbers >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1).to(torch.float32)
     return owners.to(device), odd.to(device), signs.to(device)
@@ -334,9 +334,9 @@ def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         int32 [words], float [SKETCH, _BLOCK].
     """
     # The factors 31 and 77 only make the two tables differ.
-    numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
+    numbers = mix(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
     odd = ((numbers >> 16) | 1).to(torch.int32)
-    signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
+    signs = ((mix(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
     return odd.to(device), signs.to(device, torch.float64 if wide else torch.float32)
 
 

@@ -30,7 +30,7 @@ from lockstep.data.stream_batches import StreamData
 from lockstep.distributed.membership import Member
 from lockstep.distributed.world import World
 from lockstep.engines.gradient_norms import GradientNorms
-from lockstep.engines.memory import explained
+from lockstep.engines.memory import explain_out_of_memory
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.guards.startup import check_programs, check_weights
@@ -182,7 +182,7 @@ def build_together(
         state=state,
     )
     # Most runs that do not fit end in the first forward.
-    with explained(engine, world), cut_trial(settings, world, is_open=built.run_plan.cut == BY_RANKS):
+    with explain_out_of_memory(engine, world), cut_trial(settings, world, is_open=built.run_plan.cut == BY_RANKS):
         check_in_optimizer(engine.model, groups.optimizer, unfrozen)
         _try_task(built, trial_data)  # collective
         # Free the samples before the model is compiled.

@@ -24,7 +24,7 @@ from lockstep.config.fields import FieldError
 from lockstep.config.schema import Config
 from lockstep.config.schema import flag as flag_of
 from lockstep.data.batches import Batches
-from lockstep.data.loader import blamed
+from lockstep.data.loader import blame
 from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Engine
@@ -319,7 +319,7 @@ def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer |
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed("optimizer", error, "the start, before step 1") from error
+        raise blame("optimizer", error, "the start, before step 1") from error
     if optimizer is None:
         return None
     if config.optim.groups or config.optim.layer_decay != 1.0:

@@ -22,7 +22,7 @@ from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
 from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.world import World
-from lockstep.engines.ddp import listed
+from lockstep.engines.ddp import shorten
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject, is_within
 from lockstep.models.quantized import quantized_layers, scales
@@ -235,7 +235,7 @@ def _check_left(config: Config, task: Task, model: nn.Module, adapters: AdapterS
     lost = [name for name in names if not is_within(name, adapters.modules_to_save)]
     if lost:
         raise ConfigError(
-            f"{drop.origin}: {listed(lost)} would keep their initial values, since adapters leave the base unchanged: "
+            f"{drop.origin}: {shorten(lost)} would keep their initial values, since adapters leave the base unchanged: "
             "name their module in --lora.modules-to-save too"
         )
 

@@ -15,7 +15,7 @@ from lockstep.files import clean, retry_io, storage_error
 from lockstep.logging import Sinks
 from lockstep.logging.console import Console
 from lockstep.logging.jsonl import JsonLines, read
-from lockstep.logging.trackers import masked, remote_sinks
+from lockstep.logging.trackers import mask_values, remote_sinks
 from lockstep.run_state import LauncherState, RunState
 from lockstep.task import has_own
 from lockstep.training.start import resume
@@ -115,7 +115,7 @@ def _run_metadata(built: RunParts) -> dict[str, Any]:
     """Return the run's configuration for the sinks, without secrets."""
     config = built.config
     samples = built.run_plan.samples
-    return masked(
+    return mask_values(
         {
             "experiment": config.experiment_name,
             "args": built.arguments,

@@ -9,7 +9,7 @@ from lockstep.config.fields import AUTO
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, EpochStarts, Loading, MicroBatchCosts
 from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder
-from lockstep.data.loader import blamed, generators_kept, seed_everything
+from lockstep.data.loader import blame, generators_kept, seed_everything
 from lockstep.data.shard_order import place_order
 from lockstep.data.stream_batches import StreamBatches
 from lockstep.data.streams import lanes_of
@@ -56,7 +56,7 @@ def build_batches(
         return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
     order = place_order(full_order, run_plan.geometry, run_plan.samples)
     costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
-    costs_known = config.shares == AUTO and on_all_ranks(world, costs.known)  # collective
+    costs_known = config.shares == AUTO and on_all_ranks(world, costs.is_estimated)  # collective
     balancer = balancer_of(config, world, costs if costs_known else None, state)
     sharing = sharing_of(config, balancer)
     batches = Batches(
@@ -81,7 +81,7 @@ def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -
                 # A framework's hook is the user's own code: its error stays as it is.
                 if task.framework or isinstance(error, LockstepError):
                     raise
-                raise blamed("start_epoch", error, f"epoch {epoch + 1}") from error
+                raise blame("start_epoch", error, f"epoch {epoch + 1}") from error
         if len(dataset) != length:
             raise DataError(
                 f"the training set has {len(dataset):,} samples since the start of epoch {epoch + 1}, and had "

@@ -21,7 +21,7 @@ from lockstep.config.fields import is_url, local_dir
 from lockstep.config.schema import Config
 from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.world import World
-from lockstep.engines.model_init import unexpanded
+from lockstep.engines.model_init import copy_expanded
 from lockstep.errors import CheckpointError
 from lockstep.training.start.shared_folder import find_folders
 from lockstep.training.state.run_dir import RunFolder
@@ -55,7 +55,7 @@ def load_model(
     Raises:
         CheckpointError: it is damaged, of another model, or lacks the averaged weights of `ema`.
     """
-    unexpanded(model)
+    copy_expanded(model)
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=False).items() if not leave(name)}
     state = {f"model/{name}": tensor for name, tensor in tensors.items() if f"model/{name}" not in without}
     state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}

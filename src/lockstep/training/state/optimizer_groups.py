@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.data.loader import blamed
+from lockstep.data.loader import blame
 from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.engines.group_settings import ChangeGroups, GroupSettings, settings_of
 from lockstep.errors import ConfigError, LockstepError
@@ -101,7 +101,7 @@ def _call_schedule(task: Task, step: int, steps: int) -> Any:
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed("schedule", error, f"step {step + 1} of {steps}") from error
+        raise blame("schedule", error, f"step {step + 1} of {steps}") from error
 
 
 def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) -> None:
@@ -116,7 +116,7 @@ def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) 
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed("set_groups", error, f"step {step + 1} of {steps}") from error
+        raise blame("set_groups", error, f"step {step + 1} of {steps}") from error
     for index, group in enumerate(groups):
         if not (isinstance(group["lr"], Real | Tensor) and 0 <= float(group["lr"]) < math.inf):
             raise ConfigError(

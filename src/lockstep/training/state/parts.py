@@ -191,9 +191,9 @@ class RunParts:
         for name, tensor in self.all_tensors().items():
             if name not in self.setup.base_names:
                 tensors[name] = tensor
-        return tensors | self._evaluated()
+        return tensors | self._copy_evaluation_weights()
 
-    def _evaluated(self) -> dict[str, Tensor]:
+    def _copy_evaluation_weights(self) -> dict[str, Tensor]:
         """Return copies of the optimizer's weights for evaluation, if it has others for training."""
         optimizer = self.groups.optimizer
         if optimizer is None or not has_modes(optimizer):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engines.base import Engine
-from lockstep.engines.ddp import listed
+from lockstep.engines.ddp import shorten
 from lockstep.engines.registry import trained_set
 from lockstep.engines.wrappers import set_trained
 from lockstep.errors import ResumeError
@@ -75,7 +75,7 @@ def check_in_optimizer(model: nn.Module, optimizer: Optimizer | None, names: Col
             missing.append(name)
     if missing:
         raise ResumeError(
-            f"the run unfroze {listed(missing)} while it trained, and the task's `optimizer` has no group with them: "
+            f"the run unfroze {shorten(missing)} while it trained, and the task's `optimizer` has no group with them: "
             "give it all parameters that require gradients"
         )
 

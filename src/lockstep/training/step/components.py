@@ -20,7 +20,7 @@ from lockstep.data.batches import StepLoader
 from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.progress import IN_BODY, READING, note_end
 from lockstep.distributed.world import World
-from lockstep.engines.memory import described, footprint
+from lockstep.engines.memory import describe, footprint
 from lockstep.engines.registry import name_of
 from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.nonfinite import Rollback, floats
@@ -181,7 +181,7 @@ class StepComponents:
         """Log each rank's memory. Collective."""
         # One line has the memory of all ranks; once, after step 1.
         footprints = self.built.world.gather(footprint(self.built.engine))
-        _LOG.info(described(name_of(self.built.config.engine, self.built.world), footprints))
+        _LOG.info(describe(name_of(self.built.config.engine, self.built.world), footprints))
 
     def leave_early(self, status: RunStatus, heartbeats: Heartbeats | None, now: bool) -> None:
         """End a run whose loop the caller left in the body of a step.

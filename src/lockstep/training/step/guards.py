@@ -28,7 +28,7 @@ from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.balance import ShareReport, check_same_shares
 from lockstep.distributed.exchange import MOST_STEPS, StepExchange
-from lockstep.engines.buffers import unmoved
+from lockstep.engines.buffers import restore_tensors
 from lockstep.engines.registry import kinds, name_of, replaced_copies
 from lockstep.errors import DifferenceError, LockstepError
 from lockstep.files import bytes_text
@@ -479,7 +479,7 @@ class RunGuards:
             self._handle_weights(step, not_finite_line([*bad], describe_ranks(bad, built.world)))
             return
         # The loss may change them.
-        with unmoved(built.own_tensors.values()):
+        with restore_tensors(built.own_tensors.values()):
             source = built.batches.samples, built.world
             cause = origin(step, built.model, self._loss_of, self._seed, *source, whole=self._whole_step)  # collective
         message = (

@@ -24,7 +24,7 @@ from lockstep.config.fields import parse_profile
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
 from lockstep.diagnose.profile.tracing import StepTrace
-from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
+from lockstep.diagnose.profile.verdict import ProfileVerdict, judge
 from lockstep.distributed.progress import rank_label
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
@@ -153,7 +153,7 @@ class StepProfiler:
             if problems:
                 _LOG.warning("--profile %s: no verdict: %s", self._built.config.profile, problems[0])
             else:
-                self._log_verdict(judged([ProfileTrace.unpacked(entry) for entry, _ in results]), path.parent)
+                self._log_verdict(judge([ProfileTrace.unpack(entry) for entry, _ in results]), path.parent)
 
     def _log_verdict(self, verdict: ProfileVerdict, folder: Path) -> None:
         for line in str(verdict).splitlines():

@@ -30,7 +30,7 @@ from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
-from lockstep.engines.ema import averaged
+from lockstep.engines.ema import use_average
 from lockstep.engines.registry import name_of
 from lockstep.errors import LockstepError, PeerError, StorageError, name_settings
 from lockstep.guards.nonfinite import ReadStep
@@ -328,7 +328,7 @@ class RunRecorder:
                 "epoch_progress": progress.epoch_progress,
                 "num_batches_remaining": progress.num_batches_remaining,
             }
-            self._sinks.arrived({**_known(position), "lr": record.rate, **numbers, **repairs})
+            self._sinks.write_expected({**_drop_unknown(position), "lr": record.rate, **numbers, **repairs})
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.
@@ -343,7 +343,7 @@ class RunRecorder:
         self._exchange.progress.at(done, EVALUATING)
         # Averaged weights replace the model's, so a running save must copy those first.
         self.saver.order()
-        with self._timeline.during(EVALUATION), averaged(built.engine, built.switched):
+        with self._timeline.during(EVALUATION), use_average(built.engine, built.switched):
             evaluation = evaluate_all(
                 built.engine,
                 built.task,
@@ -504,7 +504,7 @@ class RunRecorder:
             # No new best checkpoint: only the file for users changes.
             _write_state(built.setup.folder, built.state)
         self._exchange.progress.at(self.saved_step, ENDING)
-        with averaged(built.engine, built.switched):
+        with use_average(built.engine, built.switched):
             # A user's task runs uncompiled too.
             with eager():
                 if sample and not code:
@@ -521,7 +521,7 @@ class RunRecorder:
             {
                 "experiment": built.config.experiment_name,
                 "complete": complete,
-                **_known(dataclasses.asdict(built.place(self.saved_step))),
+                **_drop_unknown(dataclasses.asdict(built.place(self.saved_step))),
                 "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
@@ -595,7 +595,7 @@ def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> 
     return f"on {size} of {initial_size} ranks: {causes}"
 
 
-def _known(position: dict[str, Any]) -> dict[str, Any]:
+def _drop_unknown(position: dict[str, Any]) -> dict[str, Any]:
     """Leave out what a stream does not know: how long its epoch is."""
     return {name: value for name, value in position.items() if value is not None}
 

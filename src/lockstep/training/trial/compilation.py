@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError
 from lockstep.loop import loss_of, seeder
 from lockstep.task import Task
 from lockstep.training.trial.trial_state import preserve_state
-from lockstep.transforms.precision import eager, uncompiled
+from lockstep.transforms.precision import eager, undo_compile
 
 __all__ = [
     "choose_kernels",
@@ -104,7 +104,7 @@ def try_compile(
             f"--compile: the model cannot be compiled ({first}); leave it out, or let --compile auto train uncompiled"
         )
     if first:
-        uncompiled(model)
+        undo_compile(model)
     return first
 
 

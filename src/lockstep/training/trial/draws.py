@@ -238,7 +238,7 @@ def _is_off(values: Mapping[str, Any]) -> bool:
     return False in flags or 0 in (values.get("dropout_p"), values.get("dropout"))
 
 
-def _created(values: Mapping[str, Any], dtype: torch.dtype | None = None) -> _Form:
+def _create_form(values: Mapping[str, Any], dtype: torch.dtype | None = None) -> _Form:
     """Return the form of a tensor that an operation creates: from `size`, or like `self`."""
     like = values.get("self")
     if isinstance(like, Tensor):
@@ -260,11 +260,11 @@ Values = Mapping[str, Any]
 
 
 def _uniform(draws: RowDraws, name: str, values: Values) -> Tensor:
-    return draws.numbers(name, values, _created(values), lambda t, g: t.uniform_(generator=g))
+    return draws.numbers(name, values, _create_form(values), lambda t, g: t.uniform_(generator=g))
 
 
 def _normal(draws: RowDraws, name: str, values: Values) -> Tensor:
-    return draws.numbers(name, values, _created(values), lambda t, g: t.normal_(generator=g))
+    return draws.numbers(name, values, _create_form(values), lambda t, g: t.normal_(generator=g))
 
 
 def _integers(draws: RowDraws, name: str, values: Values) -> Tensor | None:
@@ -272,7 +272,7 @@ def _integers(draws: RowDraws, name: str, values: Values) -> Tensor | None:
     high = values["high"]
     if isinstance(high, Tensor):
         return None
-    form = _created(values, torch.int64)
+    form = _create_form(values, torch.int64)
     return draws.numbers(name, values, form, lambda t, g: t.random_(low, high, generator=g))
 
 
@@ -345,10 +345,10 @@ def _multinomial(draws: RowDraws, name: str, values: Values) -> Tensor:
 def _in_place(draws: RowDraws, name: str, values: Values) -> Tensor:
     """Fill a tensor in place by the operation itself, on the whole's form."""
     target: Tensor = values["self"]
-    return target.copy_(_filled(draws, name, values))
+    return target.copy_(_fill(draws, name, values))
 
 
-def _filled(draws: RowDraws, name: str, values: Values) -> Tensor:
+def _fill(draws: RowDraws, name: str, values: Values) -> Tensor:
     settings = {}
     for key, value in values.items():
         if key not in ("self", "generator"):
@@ -378,6 +378,6 @@ _DRAWS: dict[str, Callable[[RowDraws, str, Values], Any]] = {
     "_fused_dropout": _fused_dropout,
     "multinomial": _multinomial,
     **{f"{name}_": _in_place for name in _FILLS},
-    **dict.fromkeys(_FILLS, _filled),
+    **dict.fromkeys(_FILLS, _fill),
     "normal": _scaled_normal,
 }

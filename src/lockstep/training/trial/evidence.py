@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
-from lockstep.data.loader import blamed
+from lockstep.data.loader import blame
 from lockstep.distributed import collectives
 from lockstep.distributed.membership import translate_errors
 from lockstep.engines.registry import backward_apart, engine_class, name_of, undo_step
@@ -61,7 +61,7 @@ from lockstep.training.trial.isolation import (
     training_modes,
 )
 from lockstep.training.trial.trial import Trial
-from lockstep.training.trial.weight_moves import LAST_BIT, moved, stretched
+from lockstep.training.trial.weight_moves import LAST_BIT, move_weights, stretch_weights
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
@@ -117,7 +117,7 @@ class Verdict(NamedTuple):
     failed: int = 0
 
 
-class Finding(NamedTuple):
+class PlaceFinding(NamedTuple):
     """What one place shows. JSON values, to be gathered.
 
     Attributes:
@@ -168,7 +168,7 @@ def weigh(trial: Trial, places: Sequence[HalvedSamples], seed: int = 0) -> Verdi
     # torch's private counts of writes show a parameter that the loss has overwritten.
     versions = {name: p._version for name, p in trial.plain.named_parameters()}
     try:
-        with _Weighing(trial, seed).prepared() as weighing:
+        with _Weighing(trial, seed).prepare() as weighing:
             columns = weighing.judge(places, seed, [bool(number) for number in range(len(places))])  # collective
             undecided = weighing.find_unsteady(places, seed, columns)  # collective where a place is against
             if undecided:
@@ -218,7 +218,7 @@ def _undecidable(trial: Trial) -> str:
     return engine_class(name).explain_no_backward(exact=trial.config.exact and trial.world.size > 1)
 
 
-def _conclude(found: list[Finding]) -> Verdict:
+def _conclude(found: list[PlaceFinding]) -> Verdict:
     decided = []
     for finding in found:
         if not finding.problem:
@@ -247,7 +247,7 @@ def _conclude(found: list[Finding]) -> Verdict:
     return Verdict("neither", _describe(against), by_samples=SAMPLES in kinds, failed=failed)
 
 
-def _describe(finding: Finding) -> str:
+def _describe(finding: PlaceFinding) -> str:
     by_sum, by_mean, _ = finding.errors
     return (
         f"the gradient of {finding.samples} samples differs from the sum of their two halves' by {_percent(by_sum)}, "
@@ -261,7 +261,7 @@ def _percent(error: float) -> str:
     return "more than all of it"
 
 
-class _Facts(NamedTuple):
+class _PlaceFacts(NamedTuple):
     """The facts of a place that the ranks with added gradients share.
 
     On a rank whose gradients are not added they are its own.
@@ -294,7 +294,7 @@ class _Pass(NamedTuple):
 
 @final
 class _Weighing:
-    """One run of the proof. Modes, weights and gradients are changed within `prepared`.
+    """One run of the proof. Modes, weights and gradients are changed within `prepare`.
 
     Attributes:
         is_sharded: gradients are sums over the ranks, which run together.
@@ -313,14 +313,14 @@ class _Weighing:
         self._backward: Callable[[Tensor, float], None]
 
     @contextmanager
-    def prepared(self) -> Iterator["_Weighing"]:
+    def prepare(self) -> Iterator["_Weighing"]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(training_modes(self.trial.model, self.trial.training_modes))
             stack.enter_context(exact_arithmetic(self._model))
             stack.enter_context(own_gradients(self._parameters))
-            stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
+            stack.enter_context(move_weights([local_of(p) for p in self._parameters], self._seed))
             if self.is_sharded:
                 # A changed set of trained parameters must rebuild the engine before its backward is taken.
                 self.trial.engine.accumulate(True, False)
@@ -328,7 +328,9 @@ class _Weighing:
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
             yield self
 
-    def judge(self, places: Sequence[HalvedSamples], seed: int, stretches: Sequence[bool] = ()) -> list[list[Finding]]:
+    def judge(
+        self, places: Sequence[HalvedSamples], seed: int, stretches: Sequence[bool] = ()
+    ) -> list[list[PlaceFinding]]:
         """Weigh places; return for each the findings of all ranks. Collective.
 
         Args:
@@ -344,7 +346,7 @@ class _Weighing:
             # The loss may rely on autocast.
             self.narrow = True
             judgements, rows = self._first(places, seed, stretches)  # collective
-        for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explained):
+        for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explain):
             columns = []
             for index in range(len(judgements)):
                 columns.append([row[index] for row in rows])
@@ -363,7 +365,7 @@ class _Weighing:
             columns = [[next((finding for finding in column if finding.problem), column[0])] for column in columns]
         return columns
 
-    def find_unsteady(self, places: Sequence[HalvedSamples], seed: int, columns: list[list[Finding]]) -> list[int]:
+    def find_unsteady(self, places: Sequence[HalvedSamples], seed: int, columns: list[list[PlaceFinding]]) -> list[int]:
         """Return the places that larger weights decide nothing at. Collective where one is against.
 
         Such weights may overflow, or amplify rounding without bound.
@@ -393,7 +395,7 @@ class _Weighing:
     def _scale(self, stretch: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context with the weights of a place."""
         if stretch:
-            return stretched([local_of(p) for p in self._parameters])
+            return stretch_weights([local_of(p) for p in self._parameters])
         return contextlib.nullcontext()
 
     def _judgements(self, places: Sequence[HalvedSamples], seed: int) -> list["_Judgement"]:
@@ -406,7 +408,7 @@ class _Weighing:
 
     def _first(
         self, places: Sequence[HalvedSamples], seed: int, stretches: Sequence[bool]
-    ) -> tuple[list["_Judgement"], list[list[Finding]]]:
+    ) -> tuple[list["_Judgement"], list[list[PlaceFinding]]]:
         """Compare each place once. Returns this rank's judgements, and every rank's findings. Collective."""
         judgements = self._judgements(places, seed)  # collective
         for judgement, stretch in zip(judgements, stretches, strict=True):
@@ -414,7 +416,7 @@ class _Weighing:
                 judgement.first()
         return judgements, self._gather(judgements)  # collective
 
-    def _compare(self, places: Sequence[HalvedSamples]) -> list["_Facts"]:
+    def _compare(self, places: Sequence[HalvedSamples]) -> list["_PlaceFacts"]:
         """Compare the ranks' places, where their gradients are added. Collective with sharded parameters."""
         shares = [[*chain(*_shares_of(place))] for place in places]
         rows = []
@@ -428,16 +430,16 @@ class _Weighing:
         same = (most[:, 1:5] == -most[:, 5:]).tolist()
         facts = []
         for problem, row in zip(most[:, 0], same, strict=True):
-            facts.append(_Facts(bool(problem), all(row[:2]), all(row[2:])))
+            facts.append(_PlaceFacts(bool(problem), all(row[:2]), all(row[2:])))
         return facts
 
-    def _gather(self, judgements: list["_Judgement"]) -> list[list[Finding]]:
+    def _gather(self, judgements: list["_Judgement"]) -> list[list[PlaceFinding]]:
         """Return the findings of each rank's places. Collective."""
         findings = [[*judgement.finding] for judgement in judgements]
         # Every rank draws the conclusion from the findings of all.
         findings_by_rank = []
         for rank in self.trial.world.gather(findings):
-            findings_by_rank.append([Finding(*values) for values in rank])
+            findings_by_rank.append([PlaceFinding(*values) for values in rank])
         return findings_by_rank
 
     def differentiate(
@@ -511,28 +513,28 @@ class _Weighing:
 class _Judgement:
     """The comparison at one place, on this rank. Its methods run on every rank."""
 
-    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: _Facts) -> None:
+    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: _PlaceFacts) -> None:
         self._weighing = weighing
         self._place = place
         self._seed = seed
         self._facts = facts
         self._book = DrawBook()
         self._whole: _Pass | None = None
-        self.finding = self._undecided("it was not tried")
+        self.finding = self._leave_undecided("it was not tried")
 
     def first(self) -> None:
         """Compare the whole with its halves."""
         if self._facts.has_problem:
-            self.finding = self._undecided(self._place.problem or "another rank cannot tell")
+            self.finding = self._leave_undecided(self._place.problem or "another rank cannot tell")
             return
 
-        def compare() -> Finding:
+        def compare() -> PlaceFinding:
             self._whole = self._differentiate(self._place.whole, None)
             return self._compare(CONTIGUOUS)
 
-        self.finding = self._tried(compare)
+        self.finding = self._try(compare)
 
-    def in_other_layouts(self, found: list[Finding]) -> None:
+    def in_other_layouts(self, found: list[PlaceFinding]) -> None:
         """Compare with other rows of the random numbers.
 
         These may belong to the samples in another way.
@@ -547,7 +549,7 @@ class _Judgement:
             if layout != CONTIGUOUS:
                 self._try_again(layout)
 
-    def with_rows(self, found: list[Finding]) -> None:
+    def with_rows(self, found: list[PlaceFinding]) -> None:
         """Compare with rows of the whole, if each load gives other samples. Collective.
 
         Halves that are loaded by themselves would have other samples.
@@ -561,7 +563,7 @@ class _Judgement:
         if is_random:
             halves = cut_rows(self._place.whole, self._place.samples, self._weighing.trial.task)
             if halves is None:
-                self.finding = self._undecided("the samples are random, and their batch cannot be cut by rows")
+                self.finding = self._leave_undecided("the samples are random, and their batch cannot be cut by rows")
             else:
                 self._place = replace(self._place, halves=halves)
         self._try_again(CONTIGUOUS)
@@ -572,36 +574,36 @@ class _Judgement:
         weights = [local_of(p) for p in weighing._parameters]
         changes = [math.inf]
 
-        def compare() -> Finding:
+        def compare() -> PlaceFinding:
             before = self._differentiate(self._place.whole, None)
-            with moved(weights, self._seed, first_bit=LAST_BIT):
+            with move_weights(weights, self._seed, first_bit=LAST_BIT):
                 after = self._differentiate(self._place.whole, None)
             arguments = before.sketches, [before.sketches] * 2, [after.sketches]
             changes[:] = weighing.relative_errors(*arguments)  # collective with sharded parameters
             return self.finding
 
-        self._tried(compare)
+        self._try(compare)
         return bool(changes) and not changes[0] <= _STEADY
 
-    def explained(self, found: list[Finding]) -> None:
+    def explain(self, found: list[PlaceFinding]) -> None:
         """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
         watch = GeneratorWatch(self._weighing.trial.task, self._weighing.trial.world.device)
-        watched = self._tried(lambda: self._watched(watch))
+        watched = self._try(lambda: self._watch(watch))
         if self.finding.is_against and watch.moved:
             self.finding = watched
 
-    def _watched(self, watch: "GeneratorWatch") -> Finding:
+    def _watch(self, watch: "GeneratorWatch") -> PlaceFinding:
         self._differentiate(self._place.whole, None, watch=watch)
         if watch.moved:
-            return self._undecided(f"its loss draws from {watch.moved[0]}")
+            return self._leave_undecided(f"its loss draws from {watch.moved[0]}")
         return self.finding
 
     def _try_again(self, layout: Layout) -> None:
-        finding = self._tried(lambda: self._compare(layout))
+        finding = self._try(lambda: self._compare(layout))
         if self.finding.is_against and not (finding.is_against or finding.failed):
             self.finding = finding
 
-    def _tried(self, action: Callable[[], Finding]) -> Finding:
+    def _try(self, action: Callable[[], PlaceFinding]) -> PlaceFinding:
         """Run a comparison, whose failure does not end the run.
 
         The loss may need more samples, or more memory.
@@ -622,7 +624,7 @@ class _Judgement:
             problem = error
             if isinstance(error, torch.OutOfMemoryError):
                 trial.memory_error = error
-            finding = self._undecided(error_line(error))._replace(failed=True)
+            finding = self._leave_undecided(error_line(error))._replace(failed=True)
         if self._weighing.is_sharded:
             try:
                 # Collective: the other ranks may wait in a forward.
@@ -630,11 +632,11 @@ class _Judgement:
             except PeerError:
                 if problem is None:
                     raise
-                raise blamed("loss", problem, "a trial before step 1") from problem
+                raise blame("loss", problem, "a trial before step 1") from problem
         return finding
 
-    def _undecided(self, problem: str) -> Finding:
-        return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)
+    def _leave_undecided(self, problem: str) -> PlaceFinding:
+        return PlaceFinding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)
 
     @property
     def _layouts(self) -> tuple[bool, bool]:
@@ -656,7 +658,7 @@ class _Judgement:
         finally:
             self._book.restore()
 
-    def _compare(self, layout: Layout) -> Finding:
+    def _compare(self, layout: Layout) -> PlaceFinding:
         """Compare the whole's gradient with those of its halves. Collective with sharded parameters."""
         place = self._place
         whole = self._whole
@@ -696,32 +698,32 @@ class _Judgement:
             passes.append(gradient)
         return passes
 
-    def _read(self, whole: _Pass, halves: list[_Pass], items: list[float], errors: list[float]) -> Finding:
+    def _read(self, whole: _Pass, halves: list[_Pass], items: list[float], errors: list[float]) -> PlaceFinding:
         """Draw the conclusion from a comparison."""
         if not whole.is_finite and not sum(items):
-            return self._undecided("the samples have no items")
+            return self._leave_undecided("the samples have no items")
         if not whole.is_finite:
-            return self._undecided("its loss is not finite")._replace(is_finite=False)
+            return self._leave_undecided("its loss is not finite")._replace(is_finite=False)
         if not whole.sketches.isfinite().all():
-            return self._undecided("its gradient is not finite")
+            return self._leave_undecided("its gradient is not finite")
         if not errors:
-            return self._undecided("its gradient is zero")
+            return self._leave_undecided("its gradient is zero")
         if not all(half.is_finite and half.sketches.isfinite().all() for half in halves):
             errors = [math.inf] * len(errors)
         kinds = []
         for reduction, error in zip(_KINDS, errors, strict=True):
             if error <= self._weighing.tolerance:
                 kinds.append(reduction)
-        finding = Finding(kinds, "", errors, sum(self._place.samples), *self._layouts)
+        finding = PlaceFinding(kinds, "", errors, sum(self._place.samples), *self._layouts)
         uncut = next((name for half in halves for name in half.uncut), "")
         # A permutation of two samples may fit by chance, so such draws prove nothing.
         if uncut:
-            return self._undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
+            return self._leave_undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
         # A loss that draws for each sample leaves other generator states after a half.
         if any(half.states != whole.states for half in halves):
-            return self._undecided("its loss draws numbers for its samples from numpy's or Python's generator")
+            return self._leave_undecided("its loss draws numbers for its samples from numpy's or Python's generator")
         if SUM in kinds and len(kinds) > 1:
-            return self._undecided("one half adds nothing")
+            return self._leave_undecided("one half adds nothing")
         return finding
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
-from lockstep.data.loader import blamed, generators_kept
+from lockstep.data.loader import blame, generators_kept
 from lockstep.data.stream_batches import StreamBatches
 from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.membership import translate_errors
@@ -51,7 +51,7 @@ from lockstep.training.trial.trial_state import (
     refusal_of_marks,
     unsaved_marks,
 )
-from lockstep.training.trial.weight_moves import moved
+from lockstep.training.trial.weight_moves import move_weights
 
 __all__ = [
     "PLACES",
@@ -317,7 +317,7 @@ def call_method(
         # The caller reports what holds the memory.
         if is_out_of_memory(error):
             raise
-        problem = blamed(method, error, "the first micro-batch, before step 1")
+        problem = blame(method, error, "the first micro-batch, before step 1")
         if model is not None and task is not None:
             reason = explain_device_error(error, model, task, data)
         else:
@@ -463,7 +463,7 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
     unsaved = list[str]()
     # If the loss fails in its real call too, that call reports it.
     with trial.preserve(), training_modes(trial.model, trial.training_modes), contextlib.suppress(Exception):
-        marks = marks_of(model, task, call, lambda: moved(parameters, 0))
+        marks = marks_of(model, task, call, lambda: move_weights(parameters, 0))
         unsaved = unsaved_marks(marks, trial.plain, task) if is_users else []
     if not depends_on_cut:
         return unsaved

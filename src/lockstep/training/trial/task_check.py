@@ -53,7 +53,7 @@ from lockstep.training.trial.loss_check import (
 )
 from lockstep.training.trial.trial import Trial
 from lockstep.transforms.batchnorm import Synchronised
-from lockstep.transforms.determinism import autotuned, pin_compiler
+from lockstep.transforms.determinism import list_autotuning, pin_compiler
 from lockstep.whole_step import check_outputs
 
 __all__ = [
@@ -86,7 +86,7 @@ def check_auditable(config: Config, world: World) -> None:
             "--guards.audit does not go with --batchnorm sync, whose forward needs all ranks: use --batchnorm replay"
         )
     if config.compile:
-        if variables := autotuned():
+        if variables := list_autotuning():
             raise ConfigError(
                 f"--guards.audit with --compile does not go with {variables[0]}=1, which chooses kernels by their "
                 "measured time; unset it"

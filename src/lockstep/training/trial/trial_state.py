@@ -157,7 +157,7 @@ def marks_of(
     with first_call.watching():
         call()
     at_rest(model)
-    before = first_call.changed()
+    before = first_call.find_changes()
     second_call = _record(model, task, without, late=True)
     with second_call.watching():
         call()
@@ -166,7 +166,7 @@ def marks_of(
     grown = {id(entries) for entries, length in lists if len(entries) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
     marks = {}
-    for name, value in second_call.changed().items():
+    for name, value in second_call.find_changes().items():
         if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name):
             marks[name] = _digest_of(value)
     return marks

@@ -1,7 +1,7 @@
 """Move a model's weights for a trial, and restore them bit for bit without copies.
 
-with moved(weights, seed):              # a little: zero heads and symmetric starts are no special case
-    with stretched(weights):            # by four: hinges and thresholds already drop samples
+with move_weights(weights, seed):              # a little: zero heads and symmetric starts are no special case
+    with stretch_weights(weights):            # by four: hinges and thresholds already drop samples
         ...
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
-__all__ = ["LAST_BIT", "moved", "stretched"]
+__all__ = ["LAST_BIT", "move_weights", "stretch_weights"]
 
 _MANTISSAS = {
     torch.float64: (torch.int64, 52),
@@ -33,7 +33,7 @@ _PATTERN = 65521
 
 
 @contextmanager
-def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
+def stretch_weights(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Multiply weights by four, and restore them bit for bit.
 
     A tensor that would overflow is left out.
@@ -55,7 +55,7 @@ def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[None]:
+def move_weights(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[None]:
     """Move weights a little, and put them back bit for bit, without copies.
 
     Low bits of the mantissas are flipped by a seeded pattern, and flipped back. A tensor of zeros gets normal numbers,

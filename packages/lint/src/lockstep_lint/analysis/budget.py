@@ -4,14 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-__all__ = ["WORK", "TooIntricate", "forget", "kept"]
+__all__ = ["WORK", "TooIntricate", "cache_answers", "forget"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CACHES: list[Any] = []
 
 
-def kept(function: F) -> F:
+def cache_answers(function: F) -> F:
     """Cache a function's answers by its arguments, until `forget`."""
     cached = functools.cache(function)
     _CACHES.append(cached)

@@ -3,12 +3,12 @@
 import ast
 from collections.abc import Callable, Iterator
 
-from lockstep_lint.analysis.budget import WORK, kept
+from lockstep_lint.analysis.budget import WORK, cache_answers
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
 from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, dotted, element_of, head, is_true, keyword, last, walk
 
-__all__ = ["COLLECTIVES", "OF_MPI", "Calls", "Effects", "given", "passed", "turns_off_gradients"]
+__all__ = ["COLLECTIVES", "OF_MPI", "Calls", "Effects", "find_argument", "find_passed", "turns_off_gradients"]
 
 
 # Calls that run a function given as an argument, in this process or in others.
@@ -35,7 +35,7 @@ class Calls:
         self.targets: dict[ast.Call, Scope | None] = {}
         self.classes: dict[tuple[ast.expr, Scope, bool], Scope | None] = {}
 
-    @kept
+    @cache_answers
     def method_names(self, module: Module) -> frozenset[str]:
         """Return the names of all methods that a file's programs define."""
         return frozenset().union(*(member.methods for member in self.project.family(module)))
@@ -93,7 +93,7 @@ class Calls:
                 return None
             current, home, annotated = stack.pop()
             if annotated:  # comes after all values that the name was given
-                found = _annotated(annotated, home, self.names)
+                found = _find_annotated(annotated, home, self.names)
                 if found is not None:
                     return found
             elif (current, home) not in seen:
@@ -116,7 +116,7 @@ class Calls:
                             stack.extend((made, at, "") for made, at in self.handed_in(key, home))
         return None
 
-    @kept
+    @cache_answers
     def handed_in(self, key: str, scope: Scope) -> tuple[tuple[ast.expr, Scope], ...]:
         """Return the values that calls pass for a parameter, found by the callee's name."""
         if key not in scope.params or key in scope.binds or key in ("self", "cls"):
@@ -126,7 +126,7 @@ class Calls:
         calls = (s for s in sites if self.names.definition(s.call.func, s.scope) is made or self.is_method(s, scope))
         starts = [s for m in self.project.family(scope.module) for s in m.sites(*STARTERS)] if made is scope else []
         begun = [s for s in starts if any(self.names.definition(v, s.scope) is scope for v in work_of(s.call))]
-        given_here = [(given(site.call, scope, key), site.scope) for site in calls]
+        given_here = [(find_argument(site.call, scope, key), site.scope) for site in calls]
         given_here += [(spawn_argument(site, scope, key), site.scope) for site in begun]
         return tuple((value, home) for value, home in given_here if value is not None)[:MAX_BINDS]
 
@@ -198,7 +198,7 @@ class Calls:
             return self.names.definition(inner, home)
         return found
 
-    @kept
+    @cache_answers
     def edges(self, module: Module) -> dict[Scope, list[Site]]:
         """Map each function to the calls in one file that run it."""
         table: dict[Scope, list[Site]] = {}
@@ -207,18 +207,18 @@ class Calls:
                 table.setdefault(function, []).append(site)
         return table
 
-    @kept
+    @cache_answers
     def callers(self, function: Scope) -> list[Site]:
         """Return the calls in the project that run a function."""
         return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]
 
-    @kept
+    @cache_answers
     def subclasses(self, owner: Scope) -> tuple[Scope, ...]:
         """Return the project's classes that derive from a class, directly or not."""
         scopes = [scope for module in self.project.users(owner.module) for scope in module.scopes]
         return tuple(s for s in scopes if s.kind == "class" and s is not owner and owner in self.names.parents(s))
 
-    @kept
+    @cache_answers
     def by_base(self, method: Scope) -> list[Site]:
         """Return the base class's calls of a method that this class overrides or implements."""
         owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
@@ -238,7 +238,7 @@ class Calls:
         return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
 
 
-def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
+def _find_annotated(key: str, scope: Scope, names: Names) -> Scope | None:
     """Return the class that a parameter's annotation names."""
     node = scope.node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -249,14 +249,14 @@ def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
     return None
 
 
-def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
+def find_passed(site: Site, function: Scope, name: str) -> ast.expr | None:
     """Return the expression that a call passes for a parameter, also where it starts processes."""
     if site.name in STARTERS:
         named = next((item.value for item in site.call.keywords if item.arg == name), None)
         return named if named is not None else spawn_argument(site, function, name)
     if site.name == "partial" and function.name != "partial":  # its own first argument is the function
-        return given(ast.Call(site.call.func, site.call.args[1:], site.call.keywords), function, name)
-    return given(site.call, function, name)
+        return find_argument(ast.Call(site.call.func, site.call.args[1:], site.call.keywords), function, name)
+    return find_argument(site.call, function, name)
 
 
 def work_of(call: ast.Call) -> list[ast.expr]:
@@ -277,7 +277,7 @@ def spawn_argument(site: Site, function: Scope, name: str) -> ast.expr | None:
     return values.elts[place] if 0 <= place < len(values.elts) and not starred else None
 
 
-def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
+def find_argument(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
     """Return the expression that a call of a function gives for the parameter `name`."""
     for item in call.keywords:
         if item.arg == name:
@@ -324,7 +324,7 @@ class Effects:
                     seen.add(function)
                     queue.append(function)
 
-    @kept
+    @cache_answers
     def names(self, scope: Scope) -> frozenset[str]:
         """Return the last names of all calls that run when a function runs."""
         return frozenset(site.name for site in self.below(scope.sites))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep_lint.analysis.budget import WORK, kept
+from lockstep_lint.analysis.budget import WORK, cache_answers
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, idents, last, walk
 
@@ -15,6 +15,7 @@ __all__ = [
     "Loop",
     "above",
     "apart",
+    "are_in_two_arms",
     "choices",
     "each_update",
     "every_so_often",
@@ -24,7 +25,6 @@ __all__ = [
     "inside",
     "loops",
     "now_and_then",
-    "parted",
     "withs",
 ]
 
@@ -50,7 +50,7 @@ def above(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
     return found
 
 
-@kept
+@cache_answers
 def _chain(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
     found: list[tuple[ast.stmt, str]] = []
     current = module.up.get(stmt)
@@ -67,10 +67,10 @@ def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
 
 def apart(site: Site, other: Site) -> bool:
     """Check whether two calls are in two arms of one `if`."""
-    return parted(site, other.stmt)
+    return are_in_two_arms(site, other.stmt)
 
 
-def parted(site: Site, stmt: ast.stmt) -> bool:
+def are_in_two_arms(site: Site, stmt: ast.stmt) -> bool:
     """Check whether a call and a statement are in two arms of one `if`."""
     arms = dict(above(stmt, site.module))
     around = above(site.stmt, site.module)
@@ -99,7 +99,7 @@ def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> tu
     return _guards(stmt, module, within)
 
 
-@kept
+@cache_answers
 def _guards(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> tuple[Guard, ...]:
     return tuple(_tests(stmt, module, within))
 

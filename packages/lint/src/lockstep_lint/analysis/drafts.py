@@ -8,7 +8,7 @@ from lockstep_lint.analysis.nodes import constant, dotted, keyword, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Change
 
-__all__ = ["epoch_set", "guard_save", "load_safely", "plain_state", "unscaled"]
+__all__ = ["add_unscale", "epoch_set", "guard_save", "load_safely", "plain_state"]
 
 
 def indent(module: Module, stmt: ast.stmt) -> str:
@@ -31,7 +31,7 @@ def epoch_set(view: View, site: Site) -> tuple[Change, ...]:
     return ()
 
 
-def unscaled(view: View, site: Site) -> tuple[Change, ...]:
+def add_unscale(view: View, site: Site) -> tuple[Change, ...]:
     """Add `scaler.unscale_(optimizer)` before a clip, or move a late clip before the step."""
     nest = loops(site.stmt, site.module)
     same = [s for s in site.scope.sites if loops(s.stmt, site.module) == nest]
@@ -53,12 +53,12 @@ def load_safely(view: View, site: Site) -> tuple[Change, ...]:
     """Give `torch.load` a `map_location`, or `weights_only=True` instead of False."""
     weights = keyword(site.call, "weights_only")
     if weights is not None and constant(weights) is False:
-        return respelled(view.module, weights, "True")
+        return replace_text(view.module, weights, "True")
     final = (*site.call.args, *(item.value for item in site.call.keywords))[-1:]
     return tuple(
         change
         for value in final
-        for change in respelled(view.module, value, f'{source_of(view.module, value)}, map_location="cpu"')
+        for change in replace_text(view.module, value, f'{source_of(view.module, value)}, map_location="cpu"')
     )
 
 
@@ -67,10 +67,10 @@ def plain_state(view: View, site: Site) -> tuple[Change, ...]:
     model = dotted(site.receiver)
     if model is None or site.receiver is None:
         return ()
-    changes = respelled(view.module, site.receiver, f"{model}.module")
+    changes = replace_text(view.module, site.receiver, f"{model}.module")
     for load in site.scope.named("load_state_dict"):
         if dotted(load.receiver) == model and load.receiver is not None:
-            changes += respelled(view.module, load.receiver, f"{model}.module")
+            changes += replace_text(view.module, load.receiver, f"{model}.module")
     return changes
 
 
@@ -96,7 +96,7 @@ def source_of(module: Module, node: ast.expr) -> str:
     return line[node.col_offset : node.end_col_offset].decode()
 
 
-def respelled(module: Module, node: ast.expr, text: str) -> tuple[Change, ...]:
+def replace_text(module: Module, node: ast.expr, text: str) -> tuple[Change, ...]:
     """Replace the text of an expression on one line."""
     if node.lineno != node.end_lineno:
         return ()

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Scope, Site
@@ -16,8 +16,8 @@ __all__ = [
     "SAVES",
     "WAITS",
     "asks_for_deepspeed",
+    "find_prepared",
     "is_shard",
-    "prepared",
     "saves_on_all",
     "waits_in_accelerate",
 ]
@@ -60,8 +60,8 @@ PREPARING = frozenset({"accelerate", "lightning", "lightning_fabric"})
 PREPARES = ("prepare", "prepare_data_loader", "setup_dataloaders")
 
 
-@kept
-def prepared(view: View) -> frozenset[ast.Call]:
+@cache_answers
+def find_prepared(view: View) -> frozenset[ast.Call]:
     """Return the loaders that Accelerate or Fabric divides among the ranks."""
     members = [m for m in view.project.family(view.module) if any(m.sites(*PREPARES))]
     members = members if any(view.analysis.named(m) & PREPARING for m in members) else []
@@ -75,7 +75,7 @@ def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
     if view.kinds.is_shard(loader, scope):
         return True
     made = {call for call, _, _ in view.origins.calls_of(view.kinds.iterated(loader, scope), scope)}
-    return bool(made) and made <= prepared(view)
+    return bool(made) and made <= find_prepared(view)
 
 
 def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.source import MAX_BYTES
 
 __all__ = ["KNOWN", "SKIPPED", "Graph", "Importers", "Paths", "draw", "oldest_torch", "root_of"]
@@ -143,7 +143,7 @@ def _places() -> tuple[Path, ...]:
     return (Path.home(), Path(tempfile.gettempdir()).resolve(), Path("/"))
 
 
-@kept
+@cache_answers
 def root_of(folder: str) -> str:
     """Return the root of a folder's project: the repository, or the highest marked folder.
 
@@ -225,7 +225,7 @@ def lines_of(path: str) -> Lines:
     """Scan the file at `path`."""
     text = contents(path)
     words = folders_added(text) if "sys.path" in text else ()
-    return Lines(tuple(mentioned(text)), tuple(dict.fromkeys(words)))
+    return Lines(tuple(find_imports(text)), tuple(dict.fromkeys(words)))
 
 
 def folders_added(text: str) -> Iterator[tuple[str, ...]]:
@@ -236,7 +236,7 @@ def folders_added(text: str) -> Iterator[tuple[str, ...]]:
             yield found
 
 
-def mentioned(text: str) -> Iterator[tuple[str, int]]:
+def find_imports(text: str) -> Iterator[tuple[str, int]]:
     """Yield the dotted names of a text's imports, each with its leading dots."""
     lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(f"\n{text}"))
     for plain, dots, names in lines:
@@ -346,11 +346,11 @@ RULE = re.compile(r"(===?|=|>=|~=|\^|>|<=|<)\s*v?(\d+)(?:\.(\d+))?")
 def oldest_torch(path: str) -> Version | None:
     """Return the lowest version of torch that a file's project allows; None without a pin."""
     folder = os.path.dirname(os.path.abspath(path))
-    return _pinned(folder, root_of(folder))
+    return _find_pin(folder, root_of(folder))
 
 
-@kept
-def _pinned(folder: str, root: str) -> Version | None:
+@cache_answers
+def _find_pin(folder: str, root: str) -> Version | None:
     for place in (Path(folder), *Path(folder).parents):
         found = [version for text in _texts(place) for version in _versions(text)]
         if found:

@@ -24,7 +24,7 @@ __all__ = [
     "Site",
     "bare",
     "index",
-    "uncommented",
+    "strip_comments",
 ]
 
 
@@ -34,7 +34,7 @@ TOKENS = re.compile(
 )
 
 
-def uncommented(text: str) -> str:
+def strip_comments(text: str) -> str:
     """Return the text without its comments; its lines stay where they are."""
     if "#" not in text:
         return text
@@ -51,7 +51,7 @@ def _empty(string: str) -> str:
     return quote + "\n" * string.count("\n") * (len(quote) == 3) + quote
 
 
-def blanked(text: str, statements: Iterable[ast.stmt]) -> str:
+def blank_lines(text: str, statements: Iterable[ast.stmt]) -> str:
     """Return the text with the statements' lines emptied, where nothing else stands on them."""
     lines = text.split("\n")
     for stmt in statements:
@@ -226,7 +226,7 @@ class Module:
     def text(self) -> str:
         """The file's text without comments and docstrings, which say nothing of what it does."""
         prose = [s for scope in self.scopes for s in scope.stmts if isinstance(s, ast.Expr) and _is_string(s.value)]
-        return uncommented(blanked(self.source.text, prose) if prose else self.source.text)
+        return strip_comments(blank_lines(self.source.text, prose) if prose else self.source.text)
 
     @functools.cached_property
     def lines(self) -> list[str]:
@@ -237,7 +237,7 @@ class Module:
     def bare(self) -> str:
         """The file's text without strings and imports too: what it names beyond importing it."""
         imports = [s for scope in self.scopes for s in scope.stmts if isinstance(s, IMPORTS)]
-        return bare(blanked(self.text, imports))
+        return bare(blank_lines(self.text, imports))
 
     @functools.cached_property
     def words(self) -> Counter[str]:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, dotted, keyword, last
 from lockstep_lint.analysis.origins import Origins
@@ -33,7 +33,7 @@ def divides(node: ast.AST) -> bool:
     return PART.search(ast.unparse(node)) is not None
 
 
-@kept
+@cache_answers
 def parts(module: Module) -> tuple[str, ...]:
     """Return the statements of a file that select the rank's shard, as text."""
     return tuple(dict.fromkeys(_parts(module)))
@@ -115,7 +115,7 @@ class Kinds:
             return True
         return self.module_class(node, scope) is not None if node is not None else False
 
-    @kept
+    @cache_answers
     def module_class(self, node: ast.expr | None, scope: Scope) -> Scope | None:
         """Return the project's nn.Module class of a value."""
         for call, home, _ in self.origins.calls_of(node, scope) if self.defines_models(scope.module) else ():
@@ -124,7 +124,7 @@ class Kinds:
                 return found
         return None
 
-    @kept
+    @cache_answers
     def defines_models(self, module: Module) -> bool:
         """Check whether the programs of a file define an nn.Module."""
         scopes = (scope for member in self.names.project.family(module) for scope in member.scopes)
@@ -143,7 +143,7 @@ class Kinds:
                     return found
         return None
 
-    @kept
+    @cache_answers
     def is_module_class(self, owner: Scope) -> bool:
         """Check whether a class derives from nn.Module, as far as can be seen."""
         return any(name.endswith("Module") or name.startswith("torch.nn.") for name in self.names.bases_of(owner))

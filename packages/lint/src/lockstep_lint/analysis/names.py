@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.imports import EXTERNAL
 from lockstep_lint.analysis.index import Bind, Imported, Module, Scope
 from lockstep_lint.analysis.nodes import dotted, head
@@ -46,7 +46,7 @@ class Names:
             known = self.qualified[node] = self.qualify_name(name, scope) if name else ""
         return known
 
-    @kept
+    @cache_answers
     def foreign(self, name: str, module: Module) -> bool:
         """Check whether a name is a builtin or a well-known package's, not the project's."""
         if name in module.own_names:
@@ -113,7 +113,7 @@ class Names:
             self.defined[key] = self.define(node, scope)
         return self.defined[key]
 
-    @kept
+    @cache_answers
     def members(self, module: Module) -> frozenset[str]:
         """Return the attributes that a file's programs assign. No other attribute can be followed."""
         return frozenset().union(*(member.members for member in self.project.family(module)))

@@ -5,27 +5,27 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lockstep_lint.analysis.budget import WORK, kept
-from lockstep_lint.analysis.calls import Calls, given, passed
+from lockstep_lint.analysis.budget import WORK, cache_answers
+from lockstep_lint.analysis.calls import Calls, find_argument, find_passed
 from lockstep_lint.analysis.context import above, guards, loops
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, dotted, element_of, has_star, head, last
 
-__all__ = ["OBJECT", "SAME", "Known", "Origin", "Origins", "default", "outcome", "reaching", "returned", "under"]
+__all__ = ["OBJECT", "SAME", "Known", "Origin", "Origins", "default", "find_results", "outcome", "reaching", "under"]
 
 
 # The call through which a search came into a function: its arguments are the parameters, not those of other calls.
 Entry = tuple[ast.Call, Scope]
 
 
-def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
+def find_results(function: Scope, entry: Entry) -> Iterator[ast.expr]:
     """Yield a call's possible results, without those that its literal arguments rule out."""
     for stmt in function.stmts:
-        if isinstance(stmt, ast.Return) and stmt.value is not None and not excluded(stmt, function, entry):
+        if isinstance(stmt, ast.Return) and stmt.value is not None and not is_excluded(stmt, function, entry):
             yield stmt.value
 
 
-def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
+def is_excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
     """Check whether a call's literal arguments rule out a statement of the function."""
     known = literals(entry[0], function) if entry is not None else {}
     return bool(known) and any(outcome(g.test, known) is (not g.when) for g in guards(stmt, function.module))
@@ -36,12 +36,12 @@ Known = dict[str | None, object]
 OBJECT = object()
 
 
-@kept
+@cache_answers
 def literals(call: ast.Call, function: Scope) -> Known:
     """Return the literal arguments of a call, of parameters that are never bound again."""
     found = Known()
     for name in function.params:
-        value = given(call, function, name) or default(function, name, call)
+        value = find_argument(call, function, name) or default(function, name, call)
         if isinstance(value, ast.Constant) and name not in function.binds:
             found[name] = value.value
     return found
@@ -61,11 +61,11 @@ def outcome(test: ast.expr, known: Known) -> bool | None:
         value = known[key]
         return None if value is OBJECT else bool(value)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        return compared(test, known)
+        return evaluate(test, known)
     return False if last(test) == "TYPE_CHECKING" else None
 
 
-def compared(test: ast.Compare, known: Known) -> bool | None:
+def evaluate(test: ast.Compare, known: Known) -> bool | None:
     """Evaluate a comparison of a known name with a literal."""
     key, op, right = dotted(test.left), test.ops[0], test.comparators[0]
     if key not in known:
@@ -120,7 +120,7 @@ class Origin:
         return self.node if self.node.__class__ is ast.Call else None
 
 
-def filled(key: str, scope: Scope, wanted: object) -> Iterator[ast.expr]:
+def find_stored(key: str, scope: Scope, wanted: object) -> Iterator[ast.expr]:
     """Yield what a function stores in an empty table, under the wanted key."""
     begun = [bind.value for bind in scope.binds.get(key, [])]
     if not begun or not all(isinstance(value, ast.Dict) and not value.keys for value in begun):
@@ -294,10 +294,10 @@ class _Walk:
             return
         target = self.origins.calls.target(node, scope)
         if target is not None and target.kind == "function":
-            for value in returned(target, (node, scope)):
+            for value in find_results(target, (node, scope)):
                 if not isinstance(value, ast.Tuple):
                     yield value, target, (node, scope)
-            for value in drawn(target):
+            for value in find_iterable(target):
                 yield value, target, (node, scope)
 
     def name(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
@@ -306,7 +306,7 @@ class _Walk:
             return
         binds = self.origins.binds(key, scope, node.lineno)
         for bind, home in binds:
-            if home is scope and excluded(bind.stmt, scope, entry):
+            if home is scope and is_excluded(bind.stmt, scope, entry):
                 continue
             for value, place in self.values(bind, home):
                 yield value, place, entry if home is scope and place is scope else None
@@ -325,9 +325,9 @@ class _Walk:
                 tables = [(value, target) for value in target.returns()] if target is not None else []
             for table, place in tables:
                 if isinstance(table, ast.Name):  # a function returns the table that it has filled
-                    yield from ((value, place, None) for value in filled(table.id, place, constant(node.slice)))
+                    yield from ((value, place, None) for value in find_stored(table.id, place, constant(node.slice)))
                 if not bind.path and isinstance(table, ast.Dict) and not table.keys:
-                    yield from ((value, place, None) for value in filled(bind.key, home, constant(node.slice)))
+                    yield from ((value, place, None) for value in find_stored(bind.key, home, constant(node.slice)))
                 if isinstance(table, ast.Dict):
                     yield from ((value, place, None) for value in under(table, constant(node.slice)))
                 elif isinstance(table, ast.DictComp):
@@ -347,7 +347,7 @@ class _Walk:
             return
         if bind.path and isinstance(value, ast.Name) and value.id in home.params and value.id not in home.binds:
             for site in self.origins.calls.callers(home)[:8]:
-                whole = passed(site, home, value.id)
+                whole = find_passed(site, home, value.id)
                 yield from ((part, site.scope) for part in element_of(whole, bind.path))
             return
         yield from ((element, home) for element in element_of(value, bind.path))
@@ -355,7 +355,7 @@ class _Walk:
     def tuples(self, call: ast.Call, scope: Scope, depth: int = 0) -> Iterator[tuple[ast.expr, Scope]]:
         """Yield the tuples that a call may return, also through nested calls."""
         target = self.origins.calls.target(call, scope)
-        for value in returned(target, (call, scope)) if target is not None else ():
+        for value in find_results(target, (call, scope)) if target is not None else ():
             if target is not None and isinstance(value, SEQUENCES):
                 yield value, target
             elif target is not None and isinstance(value, ast.Call) and depth < MAX_TUPLES:
@@ -369,12 +369,12 @@ class _Walk:
         if home is None:
             return
         if entry is not None and home is scope:
-            value = given(entry[0], home, key)
+            value = find_argument(entry[0], home, key)
             if value is not None:
                 yield value, entry[1], None
             return
         for site in self.origins.calls.callers(home)[:8]:
-            value = passed(site, home, key)
+            value = find_passed(site, home, key)
             if value is not None:
                 yield value, site.scope, None
 
@@ -406,7 +406,7 @@ def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
     yield from same or ([value for _, value in pairs] if key is None else [])
 
 
-def drawn(function: Scope) -> Iterator[ast.expr]:
+def find_iterable(function: Scope) -> Iterator[ast.expr]:
     """Yield the iterable whose items a generator yields (`for batch in loader: yield batch`)."""
     for stmt in function.stmts:
         if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Yield):

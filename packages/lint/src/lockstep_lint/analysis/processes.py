@@ -4,8 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import Calls, passed
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import Calls, find_passed
 from lockstep_lint.analysis.context import above, apart, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import SEQUENCES, Words, constant, keyword, walk
@@ -40,10 +40,10 @@ class Programs:
         self.calls = calls
         self.project = calls.project
 
-    @kept
+    @cache_answers
     def direct(self, module: Module) -> bool:
         """Check whether a file starts a process group or wraps a model itself."""
-        if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
+        if is_launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
@@ -58,7 +58,7 @@ class Programs:
         """Check whether a call hands the model to DeepSpeed."""
         return self.calls.names.qualify(site.call.func, site.scope) == "deepspeed.initialize"
 
-    @kept
+    @cache_answers
     def accelerated(self, module: Module) -> bool:
         """Check whether a script makes an Accelerator: `accelerate launch` starts several processes."""
         if "Accelerator" not in module.text or module.path.endswith(".ipynb"):
@@ -66,7 +66,7 @@ class Programs:
         names = self.calls.names
         return any(names.qualify(s.call.func, s.scope) == "accelerate.Accelerator" for s in module.sites("Accelerator"))
 
-    @kept
+    @cache_answers
     def started(self, module: Module) -> bool:
         """Check whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
         return any(
@@ -75,7 +75,7 @@ class Programs:
             for function in self.calls.runs(site)
         )
 
-    @kept
+    @cache_answers
     def asks(self, module: Module) -> bool:
         """Check whether a file asks an object for the place of its process (`backend.is_master_process()`)."""
         return any(s.receiver is not None and ASKS.search(s.name) for s in module.sites())
@@ -85,14 +85,14 @@ class Programs:
         full = self.calls.names.qualify(site.call.func, site.scope) or site.name
         return full.endswith(WRAPPERS)
 
-    @kept
+    @cache_answers
     def distributed(self, module: Module) -> bool:
         """Check whether a program with the file runs in several processes; notebooks must start them."""
         if module.path.endswith(".ipynb") and not any(True for _ in module.sites(*STARTS, *SPAWNS, *LAUNCHERS)):
             return False
         return any(self.direct(member) for member in self.project.family(module))
 
-    @kept
+    @cache_answers
     def spawned(self, module: Module) -> frozenset[Scope] | None:
         """Return the functions that run in spawned processes; None if a launcher starts the program."""
         starts = [
@@ -104,7 +104,7 @@ class Programs:
         ]
         return frozenset(self.reach(starts, self.methods(module))) if starts else None
 
-    @kept
+    @cache_answers
     def again(self, module: Module) -> bool:
         """Check whether spawned processes import a file again, with what is outside functions."""
         for member in self.project.users(module) if any("spawn" in m.text for m in self.project.users(module)) else ():
@@ -120,11 +120,11 @@ class Programs:
         for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target"), *more):
             if isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
                 for caller in self.calls.callers(site.scope):
-                    found = self.calls.names.definition(passed(caller, site.scope, value.id), caller.scope)
+                    found = self.calls.names.definition(find_passed(caller, site.scope, value.id), caller.scope)
                     if found is not None and found.kind == "function":
                         yield found
 
-    @kept
+    @cache_answers
     def idle(self, scope: Scope) -> bool:
         """Check whether nothing in sight runs or names a function, and it starts no group."""
         return self._idle(scope, 0)
@@ -148,7 +148,7 @@ class Programs:
             return False
         return all(site.scope is not scope and self._idle(site.scope, depth + 1) for site in callers)
 
-    @kept
+    @cache_answers
     def methods(self, module: Module) -> dict[str, list[Scope]]:
         """Return the methods of all classes of a file's programs, by their names."""
         table: dict[str, list[Scope]] = {}
@@ -158,14 +158,14 @@ class Programs:
                     table.setdefault(method.name, []).append(method)
         return table
 
-    @kept
+    @cache_answers
     def beside(self, module: Module) -> frozenset[Scope]:
         """Return the functions of a helper process that is started once (`Process(target=watch)`)."""
         sites = [site for member in self.project.family(module) for site in member.sites(*SPAWNS)]
         once: list[Scope] = []
         often: list[Scope] = []
         for site in sites:
-            (once if site.name == "Process" and not _repeated(site) else often).extend(self.calls.runs(site))
+            (once if site.name == "Process" and not _is_repeated(site) else often).extend(self.calls.runs(site))
         lone = [function for function in once if once.count(function) == 1 and function not in often]
         if not lone:
             return frozenset()
@@ -190,13 +190,13 @@ class Programs:
                     seen.add(function)
                     queue.append(function)
 
-    @kept
+    @cache_answers
     def makes_group(self, function: Scope) -> bool:
         """Check whether a function starts the process group, itself or by what it calls."""
         names = (*STARTS, "init_device_mesh")  # which starts one where there is none
         return any(any(map(for_several, below.named(name))) for below in self.reach([function]) for name in names)
 
-    @kept
+    @cache_answers
     def apart(self, function: Scope) -> bool:
         """Check whether a function runs only in another arm than the start of the group."""
         return function.kind == "function" and self._apart(function, 0)
@@ -221,7 +221,7 @@ class Programs:
         ]
         return bool(starts) and all(apart(site, other) for other in starts)
 
-    @kept
+    @cache_answers
     def involved(self, scope: Scope) -> bool:
         """Check whether a function's file, or a caller's file, runs distributed."""
         if self.elsewhere(scope):
@@ -237,7 +237,7 @@ class Programs:
                     queue.append(site.scope)
         return False
 
-    @kept
+    @cache_answers
     def elsewhere(self, scope: Scope) -> bool:
         """Check whether only other files, of one process each, run a function of this file."""
         tops, seen, queue = set(), {scope}, [scope]
@@ -252,7 +252,7 @@ class Programs:
             seen.update(callers)
         return bool(tops) and not any(top.module is scope.module or self.parallel(top) for top in tops)
 
-    @kept
+    @cache_answers
     def parallel(self, top: Scope) -> bool:
         """Check whether a script itself starts a group or wraps a model for several processes."""
         if self.direct(top.module) or self.asks(top.module):
@@ -265,7 +265,7 @@ class Programs:
         )
 
 
-def launched(text: str) -> bool:
+def is_launched(text: str) -> bool:
     """Check whether a file asks its launcher for its rank, and starts no programs itself."""
     if "subprocess" in text and "env=" in text and GIVES.search(text):
         return False
@@ -277,7 +277,7 @@ def for_several(site: Site) -> bool:
     return constant(keyword(site.call, "world_size")) != 1
 
 
-def _repeated(site: Site) -> bool:
+def _is_repeated(site: Site) -> bool:
     """Check whether a call is in a loop or a comprehension."""
     around = any(isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp) for node in walk(site.stmt))
     return around or bool(loops(site.stmt, site.module))

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import PurePath
 
-from lockstep_lint.analysis.budget import forget, kept
+from lockstep_lint.analysis.budget import cache_answers, forget
 from lockstep_lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths, root_of
 from lockstep_lint.analysis.index import Module, index
 from lockstep_lint.analysis.source import Source, read
@@ -63,14 +63,14 @@ class Project:
                 vars(scope).clear()
         self.modules.clear()
 
-    @kept
+    @cache_answers
     def importers(self, module: Module) -> tuple[Module, ...]:
         """Return the files of the project that import a file."""
         real = self.real[module]
         sources = map(self.load, self.graph.importers(real) if self.graph is not None else ())
         return tuple(source for source in sources if source is not None and real in self.targets(source))
 
-    @kept
+    @cache_answers
     def targets(self, module: Module) -> dict[str, str]:
         """Map the real paths of a file's imported project files to the paths found."""
         found: dict[str, str] = {}
@@ -82,13 +82,13 @@ class Project:
         found.pop(self.real[module], None)
         return found
 
-    @kept
+    @cache_answers
     def imports(self, module: Module) -> tuple[Module, ...]:
         """Return the project files that a file imports."""
         found = (self.load(path) for path in self.targets(module).values())
         return tuple(target for target in found if target is not None)
 
-    @kept
+    @cache_answers
     def unseen(self, module: Module) -> frozenset[str]:
         """Return the imported names of no project file or well-known package ("*" for any name)."""
         found: set[str] = set()
@@ -117,7 +117,7 @@ class Project:
                 self.add(real, source)
         return self.modules[real]
 
-    @kept
+    @cache_answers
     def closure(self, module: Module) -> tuple[Module, ...]:
         """Return the file and all that it imports, directly or not."""
         seen = {module: None}
@@ -129,12 +129,12 @@ class Project:
                     queue.append(target)
         return tuple(seen)
 
-    @kept
+    @cache_answers
     def says(self, module: Module, word: str) -> bool:
         """Check whether a word occurs in any file of a file's programs."""
         return any(word in member.text for member in self.family(module))
 
-    @kept
+    @cache_answers
     def users(self, module: Module) -> tuple[Module, ...]:
         """Return the files that import this one, directly or not, and the file itself."""
         seen = {module: None}
@@ -146,7 +146,7 @@ class Project:
                     queue.append(source)
         return tuple(seen)
 
-    @kept
+    @cache_answers
     def family(self, module: Module) -> tuple[Module, ...]:
         """Return every file of the programs that use the file, except unit tests."""
         seen: dict[Module, None] = {}
@@ -156,7 +156,7 @@ class Project:
         return tuple(seen)
 
 
-@kept
+@cache_answers
 def unit_test(module: Module) -> bool:
     """Check whether a file holds unit tests, by its name or folder and its imports."""
     real = os.path.realpath(module.path)

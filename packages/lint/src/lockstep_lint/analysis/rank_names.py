@@ -3,7 +3,7 @@
 import ast
 import re
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.calls import Calls
 from lockstep_lint.analysis.index import Bind, Module, Scope
 from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, idents, last, strings
@@ -136,7 +136,7 @@ class RankNumbers:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
 
-    @kept
+    @cache_answers
     def is_rank(self, node: ast.expr, scope: Scope) -> bool:
         """Check whether an expression is a rank, by its name or origins."""
         if isinstance(node, ast.BinOp):
@@ -214,7 +214,7 @@ class RankNumbers:
         return (isinstance(value, int) and value > 0) or any(COUNT.search(name) for name in idents(right))
 
 
-@kept
+@cache_answers
 def attributes(module: Module) -> dict[str, list[tuple[Bind, Scope]]]:
     """Return a file's assignments to attributes, by attribute name."""
     table: dict[str, list[tuple[Bind, Scope]]] = {}

@@ -3,8 +3,8 @@
 import ast
 import re
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import Calls, passed
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import Calls, find_passed
 from lockstep_lint.analysis.context import choices, guards, withs
 from lockstep_lint.analysis.index import Bind, Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, is_none, last, strings
@@ -79,7 +79,7 @@ class RankTests:
         self.calls = calls
         self.numbers = RankNumbers(calls)
 
-    @kept
+    @cache_answers
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
         """Return 1 for a test of the main rank, -1 of others, OTHER of one."""
         node = bare(node)
@@ -198,7 +198,7 @@ class RankTests:
         if key not in scope.params or key in scope.binds:
             return 0
         callers = self.calls.callers(scope)[:MAX_CALLERS]
-        given = [(passed(site, scope, key), site.scope) for site in callers]
+        given = [(find_passed(site, scope, key), site.scope) for site in callers]
         found = {self.test(value, home, when, depth + 1) if value is not None else 0 for value, home in given}
         return found.pop() if len(found) == 1 else 0
 
@@ -258,7 +258,7 @@ class Ranks:
         self.tests = RankTests(calls)
         self.programs = Programs(calls)
 
-    @kept
+    @cache_answers
     def side(self, stmt: ast.stmt, scope: Scope) -> int:
         """Return 1 for a statement of the main rank, -1 for the others', else 0."""
         for guard in guards(stmt, scope.module):
@@ -282,7 +282,7 @@ class Ranks:
         held = [last(item) for item in withs(site.stmt, site.module)]
         return all(TURNS.search(name) for name in held if FIRST.search(name))
 
-    @kept
+    @cache_answers
     def reserved(self, scope: Scope) -> bool:
         """Check whether only one rank runs a function."""
         return self._reserved(scope, 0)
@@ -304,7 +304,7 @@ class Ranks:
         shared = [s for s in shared if not self.one_process(s.module)] or shared
         return bool(shared) and all(self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in shared)
 
-    @kept
+    @cache_answers
     def one_process(self, module: Module) -> bool:
         """Check whether a file is a script that starts no processes and reads no rank."""
         return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
@@ -330,14 +330,14 @@ class Ranks:
         """Check whether a statement's inner test limits a call to some ranks (`main and print(x)`)."""
         return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
 
-    @kept
+    @cache_answers
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Check whether a statement runs only where there is one process (`if not distributed:`)."""
         found = [(self.tests.many(g.test, scope, g.when), g) for g in guards(stmt, scope.module)]
         several = any(many == 1 for many, _ in found)  # there, `gpu is None` leaves it to the wrapper to take them all
         return any(many == -1 and not (several and asks_none(guard.test)) for many, guard in found)
 
-    @kept
+    @cache_answers
     def alone(self, scope: Scope) -> bool:
         """Check whether a function is called only where there is one process."""
         return self._alone(scope, 0)
@@ -354,7 +354,7 @@ class Ranks:
         kept = self.side(stmt, scope) == -1 and not self.reserved(scope) and not self.single(stmt, scope)
         return kept and self.programs.spawned(scope.module) is None and self.programs.involved(scope)
 
-    @kept
+    @cache_answers
     def every(self, stmt: ast.stmt, scope: Scope) -> bool:
         """Check whether every rank certainly runs a statement in a program of several processes."""
         module = scope.module

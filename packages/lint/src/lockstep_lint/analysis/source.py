@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-__all__ = ["MAX_BYTES", "Problem", "Source", "cells_of", "parse", "parsed", "place", "read"]
+__all__ = ["MAX_BYTES", "Problem", "Source", "cells_of", "parse", "parse_text", "place", "read"]
 
 
 ASYNC = re.compile(r"(?<=[(,\s])async(?=\s*=[^=])")
@@ -18,7 +18,7 @@ ASYNC = re.compile(r"(?<=[(,\s])async(?=\s*=[^=])")
 NO_KEYWORD = "asynq"
 
 
-def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
+def parse_text(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
     """Return the tree of a text, which SyntaxWarnings do not keep from parsing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about somebody's escape sequences
@@ -26,7 +26,7 @@ def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
             return _tree(text, flags)
         except SyntaxError:
             if ASYNC.search(text):
-                return renamed(_tree(ASYNC.sub(NO_KEYWORD, text), flags))
+                return restore_async(_tree(ASYNC.sub(NO_KEYWORD, text), flags))
             raise
 
 
@@ -35,7 +35,7 @@ def _tree(text: str, flags: int) -> ast.Module:
     return tree
 
 
-def renamed(tree: ast.Module) -> ast.Module:
+def restore_async(tree: ast.Module) -> ast.Module:
     """Return the tree, with what was `async` as the argument that it is now."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == NO_KEYWORD:
@@ -73,9 +73,9 @@ def cells_of(data: bytes) -> Notebook:
     broken: list[tuple[int, str]] = []
     for number, source in _code(data):
         cells.append(Cell(number, len(lines) + 1))
-        text = plain(unindented(source))
+        text = plain(strip_indent(source))
         try:
-            parsed(text, FLAGS)
+            parse_text(text, FLAGS)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             broken.append((len(lines) + (getattr(error, "lineno", 1) or 1), str(getattr(error, "msg", error))))
             text = "\n" * text.count("\n")
@@ -100,7 +100,7 @@ def _code(data: bytes) -> Iterator[tuple[int, str]]:
             yield number, source.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def unindented(source: str) -> str:
+def strip_indent(source: str) -> str:
     """Return a cell without the indent of its first line, as IPython does."""
     first = next((line for line in source.split("\n") if line.strip()), "")
     indent = first[: len(first) - len(first.lstrip(" \t"))]
@@ -114,7 +114,7 @@ def plain(source: str) -> str:
     if first.startswith("%%") and (first[2:].split() or [""])[0] not in PYTHON:
         return "\n" * source.count("\n")
     try:
-        parsed(source, FLAGS)
+        parse_text(source, FLAGS)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         goes_on = False
         for i, line in enumerate(lines):
@@ -170,17 +170,17 @@ def read(path: str) -> Source:
     try:
         size = Path(path).stat().st_size
         if size > limit:
-            return _unchecked(path, f"{size} bytes is more than the {limit} that are checked: split or exclude it")
+            return _make_unchecked(path, f"{size} bytes is more than the {limit} that are checked: split or exclude it")
         data = Path(path).read_bytes()
     except OSError as error:
-        return _unchecked(path, f"cannot be read: {error.strerror}")
+        return _make_unchecked(path, f"cannot be read: {error.strerror}")
     if path.endswith(".ipynb"):
         return notebook(path, data)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return parse(path, data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n"))
     except (SyntaxError, UnicodeDecodeError, LookupError):
-        return _unchecked(path, "is not Python text: exclude it, or save it as UTF-8")
+        return _make_unchecked(path, "is not Python text: exclude it, or save it as UTF-8")
 
 
 def notebook(path: str, data: bytes) -> Source:
@@ -188,9 +188,11 @@ def notebook(path: str, data: bytes) -> Source:
     try:
         book = cells_of(data)
     except ValueError:
-        return _unchecked(path, "is not a notebook: exclude it")
+        return _make_unchecked(path, "is not a notebook: exclude it")
     if len(book.text) > MAX_BYTES:
-        return _unchecked(path, f"its code is longer than the {MAX_BYTES} bytes that are checked: split or exclude it")
+        return _make_unchecked(
+            path, f"its code is longer than the {MAX_BYTES} bytes that are checked: split or exclude it"
+        )
     source = parse(path, book.text, FLAGS)
     broken = tuple(Problem(line, f"this cell does not parse: {message}") for line, message in book.broken)
     return replace(source, cells=book.cells, broken=broken)
@@ -200,7 +202,7 @@ def parse(path: str, text: str, flags: int = ast.PyCF_ONLY_AST) -> Source:
     """Parse `text`. A syntax error becomes the source's problem."""
     lines = text.split("\n")
     try:
-        return Source(path, text, parsed(text, flags), None, lines)
+        return Source(path, text, parse_text(text, flags), None, lines)
     except SyntaxError as error:
         return Source(path, text, None, Problem(error.lineno or 1, f"does not parse: {error.msg}"), lines)
     except (RecursionError, MemoryError):
@@ -209,5 +211,5 @@ def parse(path: str, text: str, flags: int = ast.PyCF_ONLY_AST) -> Source:
         return Source(path, text, None, Problem(1, "is not Python text: exclude it"), lines)
 
 
-def _unchecked(path: str, message: str) -> Source:
+def _make_unchecked(path: str, message: str) -> Source:
     return Source(path, problem=Problem(1, message))

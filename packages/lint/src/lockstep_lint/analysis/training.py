@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.calls import Effects
 from lockstep_lint.analysis.context import Loop, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
@@ -132,7 +132,7 @@ class Trainings:
         self.calls = effects.calls
         self.kinds = steps.kinds
 
-    @kept
+    @cache_answers
     def of(self, module: Module) -> tuple[Training, ...]:
         """Return the training loops whose backward call is in a file."""
         found: dict[tuple[Loop, Site | None], Training] = {}
@@ -143,7 +143,7 @@ class Trainings:
                     found.setdefault((training.loop, None), training)
         return tuple(found.values())
 
-    @kept
+    @cache_answers
     def near(self, module: Module) -> tuple[Training, ...]:
         """Return the training loops of all files of a file's programs."""
         return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
@@ -169,7 +169,7 @@ class Trainings:
             return Training(nest[1], scope, site, inner)
         return Training(inner, scope, site, None)
 
-    @kept
+    @cache_answers
     def steps_in(self, loop: Loop, scope: Scope) -> bool:
         block = self.body(loop, scope)
         return self.effects.find(block, self.steps.steps_optimizer) is not None

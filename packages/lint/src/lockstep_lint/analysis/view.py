@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.calls import Calls, Effects
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.imports import oldest_torch
@@ -31,7 +31,7 @@ class Wrappers:
         self.names = names
         self.origins = origins
 
-    @kept
+    @cache_answers
     def made(self, module: Module) -> tuple[tuple[str, Site], ...]:
         """Return the calls of a file that wrap a model, each with its wrapper."""
         if "Parallel" not in module.text and "DDP" not in module.text:
@@ -39,7 +39,7 @@ class Wrappers:
         sites = (site for site in module.sites() if site.call.func.__class__ is ast.Name or may_wrap(site.name))
         return tuple((kind, site) for site in sites if (kind := self.wrapper(site)))
 
-    @kept
+    @cache_answers
     def kinds(self, module: Module) -> frozenset[str]:
         """Return the wrappers that a file's programs put around a model."""
         return frozenset(kind for member in self.names.project.family(module) for kind, _ in self.made(member))
@@ -55,11 +55,11 @@ class Wrappers:
         full = self.names.qualify(call.func, scope)
         if not may_wrap(full or last(call.func)):
             return ""
-        kind = named(full)
+        kind = find_wrapper(full)
         if not kind and not full.startswith("torch."):
             owner = self.names.definition(call.func, scope)
             bases = self.names.bases_of(owner) if owner is not None and owner.kind == "class" else iter(())
-            kind = next(filter(None, map(named, bases)), "")
+            kind = next(filter(None, map(find_wrapper, bases)), "")
         return kind
 
     def wrapped(self, node: ast.expr, scope: Scope) -> Iterator[tuple[str, ast.Call, Origin]]:
@@ -81,7 +81,7 @@ def may_wrap(name: str) -> bool:
     return name.endswith(("Parallel", "DDP"))
 
 
-def named(full: str) -> str:
+def find_wrapper(full: str) -> str:
     """Return the wrapper that a full name means."""
     name = full.rpartition(".")[2]
     if name.endswith(DDP) or (name == "DDP" and "parallel" in full):
@@ -138,7 +138,7 @@ class Analysis:
         self.wrappers = Wrappers(self.names, self.origins)
         self.trainings = Trainings(self.steps, self.effects, self.ranks)
 
-    @kept
+    @cache_answers
     def frameworks(self, module: Module) -> frozenset[str]:
         """Return the frameworks that run the training in the programs of a file."""
         own = (
@@ -147,7 +147,7 @@ class Analysis:
         related = dict.fromkeys((module,) if own else (*self.project.closure(module), *self.project.users(module)))
         return frozenset(name for member in related for name in self.named(member))
 
-    @kept
+    @cache_answers
     def is_moot(self, module: Module, packages: frozenset[str]) -> bool:
         """Check whether some packages run the training in every program that uses a file."""
         if not packages & self.frameworks(module):
@@ -157,12 +157,12 @@ class Analysis:
         plain = (program for program, moot in zip(programs, taken, strict=True) if not moot)
         return taken[0] or not any(self.trainings.of(member) for program in plain for member in program)
 
-    @kept
+    @cache_answers
     def view(self, module: Module) -> "View":
         """Return a file, as rules see it."""
         return View(module, self)
 
-    @kept
+    @cache_answers
     def named(self, module: Module) -> frozenset[str]:
         """Return the frameworks that a file itself names."""
         return frozenset(_frameworks(module))
@@ -268,23 +268,23 @@ class View:
         return self.ranks.programs.distributed(self.module)
 
 
-@kept
+@cache_answers
 def _on_cpu(module: Module) -> bool:
     return any(word in module.text for word in CPU) or GLOO.search(module.text) is not None
 
 
-@kept
+@cache_answers
 def _on_mps(module: Module) -> bool:
     return "mps" in module.text and MPS.search(module.text) is not None
 
 
-@kept
+@cache_answers
 def _on_other(module: Module) -> bool:
     text = module.text.lower()
     return any(word in text for word in OTHERS) or OTHER.search(text) is not None
 
 
-def _used(module: Module, imported: Imported) -> bool:
+def _is_used(module: Module, imported: Imported) -> bool:
     """Check whether a file names what it imports again."""
     return any(item == imported and module.words[name] for name, item in module.imports.items())
 
@@ -296,7 +296,7 @@ def _frameworks(module: Module) -> Iterator[str]:
         if wanted is None:
             continue
         if imported.name:
-            taken = imported.name in wanted and _used(module, imported)
+            taken = imported.name in wanted and _is_used(module, imported)
         else:
             taken = any(f".{name}" in module.text for name in wanted)
         if not wanted or taken:

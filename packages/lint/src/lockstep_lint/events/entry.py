@@ -2,23 +2,23 @@
 
 import ast
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.run import runs
 
-__all__ = ["reached"]
+__all__ = ["is_reached"]
 
 # How many functions are followed back to an entry.
 MAX_SCOPES = 200
 
 
-def reached(view: View, node: ast.AST) -> bool:
+def is_reached(view: View, node: ast.AST) -> bool:
     """Check whether a program of the project runs the function around a node."""
     scope = scope_of(view, getattr(node, "lineno", 1))
     queue, seen = [scope], {scope}
-    functions = entered(view)
+    functions = find_entries(view)
     while queue and len(seen) < MAX_SCOPES:
         current = queue.pop()
         if current in functions or (current.kind == "module" and is_program(view, current.module)):
@@ -32,8 +32,8 @@ def reached(view: View, node: ast.AST) -> bool:
     return False
 
 
-@kept
-def entered(view: View) -> frozenset[Scope]:
+@cache_answers
+def find_entries(view: View) -> frozenset[Scope]:
     """Return the functions that the programs of a file run."""
     programs = (run for run in runs(view) if run.entry.kind == "module" and is_program(view, run.entry.module))
     return frozenset(scope for run in programs for scope in run.entered)
@@ -49,7 +49,7 @@ def scope_of(view: View, line: int) -> Scope:
     return found
 
 
-@kept
+@cache_answers
 def is_program(view: View, module: Module) -> bool:
     """Check whether a file is a program: marked as one, or code that nothing imports."""
     if unit_test(module):

@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import passed, turns_off_gradients
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import find_passed, turns_off_gradients
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.kinds import EVALUATION, OPTIMIZER
 from lockstep_lint.analysis.nodes import REFERENCES, dotted, element_of, idents, last
@@ -14,14 +14,14 @@ from lockstep_lint.events.event import Block, CallBlock, Event, LoopBlock, apart
 from lockstep_lint.events.query import given_as, same, subject, things
 from lockstep_lint.events.run import Run
 
-__all__ = ["evaluates", "holds_out", "in_eval_mode", "looped", "span", "trains", "without_graph"]
+__all__ = ["evaluates", "has_loop", "holds_out", "in_eval_mode", "span", "trains", "without_graph"]
 
 # What says that a program without a training needs no gradients at all.
 FROZEN = ("requires_grad = False", "requires_grad_(False)")
 SWITCHES = ("set_grad_enabled", "enter_context")
 
 
-@kept
+@cache_answers
 def span(run: Run, block: Block) -> tuple[Event, ...]:
     """Return the events that happen under a block, in order."""
     return tuple(event for event in run.events if block in event.path)
@@ -70,13 +70,13 @@ def says_so(view: View, run: Run, event: Event) -> Iterator[Block | None]:
         if isinstance(block, LoopBlock):
             if holds_out(view, event, block):
                 yield block
-        elif isinstance(block, CallBlock) and EVALUATION.search(block.function.name) and looped(event.path[place:]):
+        elif isinstance(block, CallBlock) and EVALUATION.search(block.function.name) and has_loop(event.path[place:]):
             yield block
     if EVALUATION.search(run.entry.name) and event.loops and not trains(run.events):
         yield None
 
 
-def looped(blocks: tuple[Block, ...]) -> bool:
+def has_loop(blocks: tuple[Block, ...]) -> bool:
     """Check whether one of some blocks is a loop."""
     return any(isinstance(block, LoopBlock) for block in blocks)
 
@@ -92,13 +92,13 @@ def holds_out(view: View, event: Event, loop: LoopBlock) -> bool:
     return named or kept_held_out(view, dotted(over) or "", loop.scope)
 
 
-@kept
+@cache_answers
 def names_evaluation(node: ast.expr) -> bool:
     """Check whether an expression has a name for evaluations or held-out data."""
     return any(map(EVALUATION.search, idents(node)))
 
 
-@kept
+@cache_answers
 def kept_held_out(view: View, key: str, scope: Scope) -> bool:
     """Check whether all callers set an attribute to held-out data (`self.loader = loader`)."""
     init = scope.owner.defs.get("__init__") if scope.owner is not None and key.startswith("self.") else None
@@ -106,7 +106,7 @@ def kept_held_out(view: View, key: str, scope: Scope) -> bool:
     names = [dotted(next(element_of(bind.value, bind.path), None)) or "" for bind in binds]
     if init is None or any(name not in init.params for name in names):
         return False
-    given = [passed(site, init, name) for site in view.calls.callers(init) for name in names]
+    given = [find_passed(site, init, name) for site in view.calls.callers(init) for name in names]
     return bool(given) and all(value is not None and names_evaluation(value) for value in given)
 
 
@@ -163,10 +163,10 @@ def without_graph(view: View, run: Run, event: Event) -> bool | None:
     if trains(span(run, handed[-1]) if handed else run.events):
         return False  # whoever calls what trains keeps graphs
     switched = any(mode.place < event.place for mode in run.of("eval"))
-    return False if switched and event.loops and not handed and unnamed(view, run.entry) else None
+    return False if switched and event.loops and not handed and is_unnamed(view, run.entry) else None
 
 
-def unnamed(view: View, scope: Scope) -> bool:
+def is_unnamed(view: View, scope: Scope) -> bool:
     """Check whether nothing in sight names a function, so that no caller disables gradients."""
     if scope.decorators or scope.name.startswith("test_"):
         return False

@@ -45,10 +45,10 @@ def folder(view: View, site: Site, full: str) -> Iterator[str]:
     if full == "shutil.rmtree":
         yield "remove"
     elif full in TAKES or (site.name == "unlink" and of_path(view, site) and keyword(site.call, "missing_ok") is None):
-        yield from () if handled(site) else ("take",)
+        yield from () if is_handled(site) else ("take",)
     elif site.name in ("extractall", "unpack_archive"):
         yield from () if tests else ("unpack",)
-    elif makes(view, site, full) and not handled(site):
+    elif makes(view, site, full) and not is_handled(site):
         yield "ask" if any(ASKS & set(idents(guard.test)) for guard in tests) else "make"
 
 
@@ -68,7 +68,7 @@ def of_path(view: View, site: Site) -> bool:
     return any(name.endswith("pathlib.Path") for name in called)
 
 
-def handled(site: Site) -> bool:
+def is_handled(site: Site) -> bool:
     """Check whether an exception of a call is caught."""
     caught = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
     return caught or any(last(block) == "suppress" for block in withs(site.stmt, site.module))

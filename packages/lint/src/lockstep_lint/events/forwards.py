@@ -2,7 +2,7 @@
 
 import ast
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import OPTIMIZER
 from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, last
@@ -34,8 +34,8 @@ def model_run(view: View, site: Site) -> ast.expr | None:
         return None
     if holder is not None and DOES.search(site.name) and dotted(holder) != "self":
         return None  # `model.eval_model(batch)`
-    part_of = holder if holder is not None and switched(holder, scope) else None
-    if MODELS.search(site.name) or switched(func, scope) or view.kinds.module_class(func, scope) is not None:
+    part_of = holder if holder is not None and is_switched(holder, scope) else None
+    if MODELS.search(site.name) or is_switched(func, scope) or view.kinds.module_class(func, scope) is not None:
         return part_of or func
     return part_of if part_of is not None and runs_layers(view, part_of, site) else None
 
@@ -49,19 +49,19 @@ def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
     return MODELS.search(last(receiver)) or view.kinds.module_class(receiver, scope) is not None
 
 
-def switched(node: ast.expr, scope: Scope) -> bool:
+def is_switched(node: ast.expr, scope: Scope) -> bool:
     """Check whether a function switches an object to eval mode or optimizes its parameters."""
-    known = _switched(scope)
+    known = _find_switches(scope)
     return bool(known) and dotted(node) in known
 
 
-@kept
-def _switched(scope: Scope) -> frozenset[str | None]:
-    modules = (*scope.named("eval"), *(site for site in scope.named("parameters") if optimized(site)))
+@cache_answers
+def _find_switches(scope: Scope) -> frozenset[str | None]:
+    modules = (*scope.named("eval"), *(site for site in scope.named("parameters") if is_optimized(site)))
     return frozenset(dotted(site.receiver) for site in modules) - {None, "self"}
 
 
-def optimized(site: Site) -> bool:
+def is_optimized(site: Site) -> bool:
     """Check whether the parameters that a call gives go to an optimizer."""
     return any(OPTIMIZER.search(bind.key) for bind in site.scope.bound(site.stmt))
 

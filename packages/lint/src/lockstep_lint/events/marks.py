@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.calls import COLLECTIVES, OF_MPI
 from lockstep_lint.analysis.context import every_so_often, loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
@@ -32,7 +32,7 @@ from lockstep_lint.events.files import FETCHES, FOLDERS, OPENS, SHELLS, fetches,
 from lockstep_lint.events.forwards import MODELS, model_run
 from lockstep_lint.events.norms import NORM, normalises
 
-__all__ = ["Marks", "operands", "summed"]
+__all__ = ["Marks", "operands", "split_sum"]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
 MOVES = ("to", "cuda", "xpu", "npu")
@@ -103,7 +103,7 @@ def parameters_of(node: ast.expr | None) -> ast.expr | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def summed(stmt: ast.stmt) -> tuple[str, ast.expr | None]:
+def split_sum(stmt: ast.stmt) -> tuple[str, ast.expr | None]:
     """Return the sum and value of an addition (`total += x`, `sums[k] += x`)."""
     target = stmt.targets[0] if isinstance(stmt, ast.Assign) else getattr(stmt, "target", None)
     holder = dotted(target.value if isinstance(target, ast.Subscript) else target) or ""
@@ -353,7 +353,7 @@ class Marks:
             if names_gpu(site) and self.analysis.view(site.module).distributed:
                 yield "device", receiver, site.name
 
-    @kept
+    @cache_answers
     def trains(self, module: Module) -> bool:
         """Check whether the programs of a file compute gradients."""
         return self.analysis.effects.mentioned(module, "backward", "training_step", ".step(")
@@ -493,7 +493,7 @@ class Marks:
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
-        holder, value = summed(stmt)
+        holder, value = split_sum(stmt)
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)
         return ()

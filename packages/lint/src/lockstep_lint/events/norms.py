@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import REFERENCES, Words, argument, constant, is_none, keyword, last, strings
 from lockstep_lint.analysis.origins import default
@@ -62,14 +62,14 @@ def of_library(view: View, site: Site, full: str) -> bool:
     if isinstance(call.func, ast.Subscript | ast.Call) and "models" in ast.unparse(call.func):
         func = call.func
         wanted = func.slice if isinstance(func, ast.Subscript) else next(iter(func.args[1:] or func.args), None)
-        return any(map(FAMILIES.match, chosen(view, wanted, site.scope)))
+        return any(map(FAMILIES.match, find_choices(view, wanted, site.scope)))
     if full == "torch.hub.load" or name in ("create_model", "get_model"):
         wanted = call.args[1] if full == "torch.hub.load" and len(call.args) > 1 else argument(call, 0, "model_name")
-        return any(FAMILIES.match(text.partition("/")[2] or text) for text in chosen(view, wanted, site.scope))
+        return any(FAMILIES.match(text.partition("/")[2] or text) for text in find_choices(view, wanted, site.scope))
     return False
 
 
-def chosen(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
+def find_choices(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
     """Yield the names that a look-up may find: literal, or an option's defaults."""
     texts = [text for origin in view.origins.of(wanted, scope) if isinstance(text := constant(origin.node), str)]
     if texts or wanted is None:
@@ -81,7 +81,7 @@ def chosen(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
     return iter(own or [value for name, value in found if "arch" in name.lower() or "model" in name.lower()])
 
 
-@kept
+@cache_answers
 def defaults(module: Module) -> tuple[tuple[str, str], ...]:
     """Return the names and the defaults of a program's options that are texts."""
     found = []

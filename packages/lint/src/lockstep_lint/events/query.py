@@ -2,8 +2,8 @@
 
 import ast
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import find_passed
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.origins import Origin
@@ -13,10 +13,10 @@ from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBl
 __all__ = [
     "alone",
     "calls_after",
+    "exclude_each_other",
     "given_as",
     "is_global_rank",
     "many",
-    "opposed",
     "same",
     "shown_at",
     "side",
@@ -29,7 +29,7 @@ __all__ = [
 ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)?main_process$|^only_on_(main|rank)")
 
 
-@kept
+@cache_answers
 def side(view: View, block: Block) -> int:
     """Return 1 for the main rank's block, -1 for the others', -2 for one's."""
     if isinstance(block, WithBlock):
@@ -46,7 +46,7 @@ def sides(view: View, event: Event) -> list[tuple[Block, int]]:
     return [(block, ranks) for block, ranks in found if ranks]
 
 
-@kept
+@cache_answers
 def many(view: View, block: Block) -> int:
     """Return 1 if a test needs several processes, -1 if it needs one, else 0."""
     return view.ranks.tests.many(block.node, block.scope, block.when) if isinstance(block, ArmBlock) else 0
@@ -61,7 +61,7 @@ def alone(view: View, event: Event) -> bool:
 KEEPING = ("compile", "convert_sync_batchnorm", "prepare_model", "unwrap_model", "extract_model_from_parallel")
 
 
-@kept
+@cache_answers
 def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]:
     """Return what made an object. Two objects may be one if they share a member."""
     found: set[object] = set()
@@ -118,7 +118,7 @@ def given_as(
         if isinstance(block, CallBlock) and block.function is scope and isinstance(node, ast.Name):
             if scope is within or node.id not in scope.params or node.id in scope.binds:
                 break
-            given = passed(block.site, scope, node.id)
+            given = find_passed(block.site, scope, node.id)
             if given is None:
                 break
             node, scope = given, block.site.scope
@@ -147,7 +147,7 @@ def calls_after(event: Event, block: Block) -> list[CallBlock]:
     return [inner for inner in rest if isinstance(inner, CallBlock)]
 
 
-def opposed(one: Event, other: Event) -> bool:
+def exclude_each_other(one: Event, other: Event) -> bool:
     """Check whether two tests of one value exclude each other (`phase == "val"` and `"train"`)."""
     pairs = [(here, there) for here in one.tests for there in other.tests if here.branch is not there.branch]
     return any(here.scope is there.scope and contradicts(here, there) for here, there in pairs)

@@ -5,8 +5,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lockstep_lint.analysis.budget import WORK, kept
-from lockstep_lint.analysis.calls import given
+from lockstep_lint.analysis.budget import WORK, cache_answers
+from lockstep_lint.analysis.calls import find_argument
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted
@@ -69,7 +69,7 @@ class Reader(Protocol):
         """Return the marks of a statement."""
 
 
-@kept
+@cache_answers
 def _programs(analysis: Analysis) -> "_Programs":
     return _Programs(analysis, Marks(analysis))
 
@@ -85,7 +85,7 @@ class _Programs:
         self.loudness: dict[Scope, bool] = {}
         self.made: dict[Scope, Run] = {}
 
-    @kept
+    @cache_answers
     def of(self, module: Module) -> tuple[Run, ...]:
         """Return the runs that may have events in a file."""
         found = [self.run(top) for top in self.tops(module)]
@@ -242,8 +242,8 @@ def literals(site: Site, function: Scope, known: Known) -> Known:
     for name in function.params:
         if name in function.binds or name in ("self", "cls"):
             continue
-        value = given(call, function, name) or default(function, name, call)
-        value = written(value, site) or value
+        value = find_argument(call, function, name) or default(function, name, call)
+        value = find_literal(value, site) or value
         if isinstance(value, ast.Constant) or constant(value) is not None:
             found[name] = constant(value)
         elif (key := dotted(value)) in known:
@@ -256,7 +256,7 @@ def literals(site: Site, function: Scope, known: Known) -> Known:
     return found
 
 
-def written(value: ast.expr | None, site: Site) -> ast.expr | None:
+def find_literal(value: ast.expr | None, site: Site) -> ast.expr | None:
     """Return the literal that a name in the calling function always has (`args.shared = False`)."""
     key, scope = dotted(value) or "", site.scope
     binds = scope.binds.get(key, []) if key not in scope.params else []

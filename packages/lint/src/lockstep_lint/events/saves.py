@@ -22,7 +22,7 @@ OWN = Words(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid|stream|buf|bytes|
 
 def one_file(view: View, save: Event, read: Event) -> bool:
     """Check whether a file is written and read under one path."""
-    (written, home), (asked, place) = meant(*subject(save)), meant(*subject(read))
+    (written, home), (asked, place) = resolve_path(*subject(save)), resolve_path(*subject(read))
     if written is None or asked is None or ast.dump(written) != ast.dump(asked):
         return False
     keys = {key for node in (subject(save)[0], written) if node for p in walk(node) if (key := dotted(p)) is not None}
@@ -48,7 +48,7 @@ def own_path(view: View, event: Event) -> bool:
     return False
 
 
-def meant(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:
+def resolve_path(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:
     """Return the value of a path's name, if it has one alone."""
     binds = scope.binds.get(dotted(path) or "", [])
     plain = len(binds) == 1 and binds[0].how == "assign" and not binds[0].path and dotted(path) not in scope.params

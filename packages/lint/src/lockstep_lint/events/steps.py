@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import find_passed
 from lockstep_lint.analysis.context import Guard, Loop, in_turn
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, idents, last, walk
@@ -41,7 +41,7 @@ class StepLoop:
     inner: LoopBlock | None = None
 
 
-@kept
+@cache_answers
 def step_loops(run: Run) -> list[StepLoop]:
     """Return the innermost loops around a backward that take steps."""
     found: dict[LoopBlock, StepLoop] = {}
@@ -93,7 +93,7 @@ class Accumulation:
     loop: LoopBlock
 
 
-@kept
+@cache_answers
 def accumulations(view: View) -> tuple[Accumulation, ...]:
     """Return the accumulating loops of a file's programs whose backward is in it."""
     found = (each for run in runs(view) for each in accumulating(view, run))
@@ -112,7 +112,7 @@ def accumulating(view: View, run: Run) -> Iterator[Accumulation]:
                 yield from accumulation(found, found.backwards[0], after[0], None)
             continue
         for backward in found.backwards:
-            tests = list(asked(view, found, backward))
+            tests = list(find_steps(view, found, backward))
             if tests and all(test is not None for _, test in tests):
                 shared = (pair for pair in tests if not has_own(pair[1], backward, found.backwards))
                 yield from accumulation(found, backward, *next(shared, tests[0]))
@@ -135,7 +135,7 @@ def has_own(test: Arm, backward: Event, backwards: list[Event]) -> bool:
     return test not in backward.path and any(test in other.path for other in backwards)
 
 
-def asked(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event, Arm]]:
+def find_steps(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event, Arm]]:
     """Yield the steps that use a backward's gradients, each with its accumulation test."""
     for step in found.steps:
         arm = parting(step, backward)
@@ -194,16 +194,16 @@ def periodic(view: View, guard: Guard, scope: Scope) -> bool:
     """Check whether a test, or the value of its name, holds in every n-th turn."""
     if modulo(guard.test, scope) is not None:
         return rarely(view, guard.test, scope)
-    if handed(view, guard.test, scope):
+    if is_handed(view, guard.test, scope):
         return True
     return any("accum" in name and "loss" not in name for name in idents(guard.test))
 
 
-def handed(view: View, test: ast.expr, scope: Scope) -> bool:
+def is_handed(view: View, test: ast.expr, scope: Scope) -> bool:
     """Check whether callers pass a parameter that is true every n-th iteration."""
     if not isinstance(test, ast.Name) or test.id not in scope.params or test.id in scope.binds:
         return False
-    given = [(passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
+    given = [(find_passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
     return any(value is not None and rarely(view, value, home) for value, home in given)
 
 

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep_lint.analysis.budget import WORK, kept
-from lockstep_lint.analysis.calls import passed, turns_off_gradients
+from lockstep_lint.analysis.budget import WORK, cache_answers
+from lockstep_lint.analysis.calls import find_passed, turns_off_gradients
 from lockstep_lint.analysis.context import loops, withs
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import (
@@ -125,19 +125,19 @@ def _item(view: View, node: ast.Subscript, scope: Scope, calls: Calls, depth: in
     return found.computed() if picks else found  # a choice is a copy
 
 
-@kept
+@cache_answers
 def _of(view: View, node: ast.expr | None, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of an expression in a scope that was entered by some calls."""
     WORK.spend(8)
     if node is None or depth <= 0:
         return UNKNOWN
     if isinstance(node, ast.Call):
-        return _called(view, node, (), scope, calls, depth)
+        return _evaluate_call(view, node, (), scope, calls, depth)
     if isinstance(node, REFERENCES):
         key = dotted(node)
         if isinstance(node, ast.Attribute) and node.attr in ABOUT:
             return UNKNOWN
-        found = _named(view, key, node, scope, calls, depth) if key is not None else UNKNOWN
+        found = _look_up_name(view, key, node, scope, calls, depth) if key is not None else UNKNOWN
         if found == UNKNOWN and isinstance(node, ast.Attribute) and key not in ("self", "cls"):
             found = _of(view, node.value, scope, calls, depth)
             return found.detached() if node.attr in ("data", "grad") else found
@@ -174,7 +174,7 @@ def _arms(node: ast.expr) -> Iterator[ast.expr]:
         yield node.value
 
 
-def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
+def _look_up_name(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of a name: of its bindings, argument or comprehension."""
     here = [b for b in scope.binds.get(key, []) if b.stmt.lineno == node.lineno and _ends_before(b.stmt, node)]
     binds = [(here[-1], scope)] if here else view.origins.binds(key, scope, node.lineno)
@@ -190,7 +190,7 @@ def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, dep
         sums += [site.call.args[0] for site in scope.named("append") if dotted(site.receiver) == key and site.call.args]
         return found | _any(view, sums, scope, calls, depth - 1).detached()
     if key in scope.params:
-        return _given(view, key, scope, calls, depth)
+        return _look_up_argument(view, key, scope, calls, depth)
     for inner in comprehensions(scope).get(key, []):
         found |= _row(view, inner.iter, scope, calls, depth - 1)
     return found
@@ -207,7 +207,7 @@ def _ends_before(stmt: ast.stmt, node: ast.expr) -> bool:
     return stmt.end_lineno == node.lineno and (stmt.end_col_offset or 0) <= node.col_offset
 
 
-@kept
+@cache_answers
 def comprehensions(scope: Scope) -> dict[str, list[ast.comprehension]]:
     """Return the comprehensions of a scope, by the names that they bind."""
     table: dict[str, list[ast.comprehension]] = {}
@@ -220,17 +220,17 @@ def comprehensions(scope: Scope) -> dict[str, list[ast.comprehension]]:
     return table
 
 
-def _given(view: View, key: str, scope: Scope, calls: Calls, depth: int) -> Value:
+def _look_up_argument(view: View, key: str, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of a parameter, from the call around or from all callers."""
     inner = next((at for at in range(len(calls) - 1, -1, -1) if calls[at].function is scope), None)
     if inner is not None:
         site = calls[inner].site
-        return _of(view, passed(site, scope, key), site.scope, calls[:inner], depth - 1)
+        return _of(view, find_passed(site, scope, key), site.scope, calls[:inner], depth - 1)
     if key in losses(view, scope):
         return COMPUTED
     found = UNKNOWN
     for site in view.calls.callers(scope)[:MAX_CALLERS]:
-        found |= _of(view, passed(site, scope, key), site.scope, (), depth - 2)
+        found |= _of(view, find_passed(site, scope, key), site.scope, (), depth - 2)
     return found
 
 
@@ -246,7 +246,7 @@ def _bound(view: View, bind: Bind, scope: Scope, calls: Calls, depth: int) -> Va
     if bind.path and isinstance(value, SEQUENCES):
         return _any(view, list(element_of(value, bind.path)), scope, calls, depth)
     if bind.path and isinstance(value, ast.Call):
-        found = _called(view, value, bind.path, scope, calls, depth)
+        found = _evaluate_call(view, value, bind.path, scope, calls, depth)
         return found if TENSORS.search(bind.key) or view.calls.target(value, scope) else found.detached()
     return _of(view, value, scope, calls, depth)
 
@@ -271,12 +271,12 @@ def _batch(view: View, loader: ast.expr, scope: Scope) -> Value:
     return Value(device=bool(view.frameworks & PREPARES), loaders=frozenset({(loader, scope)}))
 
 
-def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, calls: Calls, depth: int) -> Value:
+def _evaluate_call(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of what a call gives, at a place of a tuple."""
     name, full = last(call), view.names.qualify(call.func, scope)
     method = call.func.value if isinstance(call.func, ast.Attribute) and not full else None
     if method is not None and moves(call):
-        return _moved(view, call, method, scope, calls, depth)
+        return _evaluate_move(view, call, method, scope, calls, depth)
     if name in HOST or (method is not None and name in ABOUT):
         return UNKNOWN
     if method is not None and (name == "cpu" or (name == "to" and view.is_cpu(argument(call, 0, "device"), scope))):
@@ -285,7 +285,7 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
         return _of_library(view, call, full, scope, calls, depth)
     target = view.calls.target(call, scope)
     if target is not None and target.kind == "function" and target.name not in ("__call__", "forward", "__init__"):
-        return _returned(view, target, call, path, scope, calls, depth)
+        return _evaluate_return(view, target, call, path, scope, calls, depth)
     if name in ("next", "__next__", "iter", "enumerate") or (target is None and name in PASSING and method is None):
         return _any(view, [_row_of(view, each, scope) for each in call.args[:1]], scope, calls, depth) | _next(
             view, call, scope
@@ -293,16 +293,18 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
     if "detach_" in name and name not in CUTS and method is not None:
         return COMPUTED.detached()
     if runs_model(view, call, scope):
-        return _shielded(call, scope, COMPUTED)
-    return _computed(view, call, method if target is None else None, scope, calls, depth)
+        return _evaluate_output(call, scope, COMPUTED)
+    return _evaluate_loss(view, call, method if target is None else None, scope, calls, depth)
 
 
-def _computed(view: View, call: ast.Call, method: ast.expr | None, scope: Scope, calls: Calls, depth: int) -> Value:
+def _evaluate_loss(
+    view: View, call: ast.Call, method: ast.expr | None, scope: Scope, calls: Calls, depth: int
+) -> Value:
     """Return the facts of what a loss computes, or a method of a value."""
     name = last(call)
     if LOSSES.search(name) and call.args and not name[:1].isupper():
         found = _any(view, call.args, scope, calls, depth).computed()
-        return _shielded(call, scope, found)
+        return _evaluate_output(call, scope, found)
     if method is None:
         return UNKNOWN
     found = _of(view, method, scope, calls, depth)
@@ -328,7 +330,7 @@ def _next(view: View, call: ast.Call, scope: Scope) -> Value:
     return UNKNOWN
 
 
-def _moved(view: View, call: ast.Call, method: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
+def _evaluate_move(view: View, call: ast.Call, method: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of `x.to(...)` and `x.cuda()`: of a model none."""
     place = argument(call, 0, "device")
     if view.kinds.is_model(method, scope) or last(method)[:1].isupper():
@@ -355,7 +357,7 @@ def _of_library(view: View, call: ast.Call, full: str, scope: Scope, calls: Call
     return found.detached() if last(call) in CUTS else found
 
 
-def _returned(
+def _evaluate_return(
     view: View, target: Scope, call: ast.Call, path: tuple[int, ...], scope: Scope, calls: Calls, depth: int
 ) -> Value:
     """Return the facts of what a function of the project returns."""
@@ -367,13 +369,13 @@ def _returned(
     return found.detached() if any(map(cuts_graph, target.decorators)) else found
 
 
-@kept
+@cache_answers
 def sites_of(scope: Scope) -> dict[ast.Call, Site]:
     """Return the calls of a scope."""
     return {site.call: site for site in scope.sites}
 
 
-def _shielded(call: ast.Call, scope: Scope, found: Value) -> Value:
+def _evaluate_output(call: ast.Call, scope: Scope, found: Value) -> Value:
     """Return the facts of a model's output, which has no graph under no_grad."""
     site = sites_of(scope).get(call)
     around = (*withs(site.stmt, scope.module), *scope.decorators) if site is not None else scope.decorators
@@ -395,7 +397,7 @@ def runs_model(view: View, call: ast.Call, scope: Scope) -> bool:
     return MODELS.search(last(func)) or view.kinds.run_class(func, scope) is not None
 
 
-@kept
+@cache_answers
 def losses(view: View, scope: Scope) -> frozenset[str]:
     """Return the names whose gradients a function computes, with their summands."""
     queue = [dotted(view.steps.loss_of(site)) or "" for site in scope.sites if view.steps.backwards(site)]

@@ -32,7 +32,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, MESSAGE)
     for site in view.sites("Trainer", "from_argparse_args"):
         full = view.full(site)
-        if full.startswith(("pytorch_lightning.", "lightning.")) and "Trainer" in full and told(view, site):
+        if full.startswith(("pytorch_lightning.", "lightning.")) and "Trainer" in full and is_told(view, site):
             yield at(site, MESSAGE)
     for site in view.module.sites() if "Parallel" in view.module.text else ():
         owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
@@ -40,7 +40,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, MESSAGE)
 
 
-def told(view: View, site: Site) -> bool:
+def is_told(view: View, site: Site) -> bool:
     """Check whether a Trainer of Lightning runs a model by DataParallel (`strategy="dp"`)."""
     values = (value for name in TOLD if (value := keyword(site.call, name)) is not None)
     return any(

@@ -28,7 +28,7 @@ def check(view: View) -> Iterator[Found]:
         if "accelerate" not in view.analysis.frameworks(run.entry.module) and wraps(view, run):
             fed |= {call for event in run.of("backward") for call in feeds(view, event)}
     for site in view.sites("DataLoader"):
-        if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
+        if site.call in fed and view.ranks.every(site.stmt, site.scope) and not is_divided(view, site):
             yield Found(site.call, SAME)
     if "accelerate" in view.frameworks:
         return
@@ -63,7 +63,7 @@ def by_deepspeed(view: View) -> bool:
     return bool(engines) and not (apart or options or view.effects.mentioned(view.module, "PipelineModule", "tensor_p"))
 
 
-def divided(view: View, site: Site) -> bool:
+def is_divided(view: View, site: Site) -> bool:
     """Check whether the loader's arguments divide the data, or may."""
     call, data = site.call, argument(site.call, 0, "dataset")
     given = any(is_given(view, keyword(call, name), site.scope) for name in SAMPLERS)

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.context import inside
 from lockstep_lint.analysis.drafts import epoch_set
 from lockstep_lint.analysis.index import Module, Site
@@ -56,7 +56,7 @@ def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tup
             own = [trained.get(loader) for loader in loaders(view, made)] if made is not None else []
             if own and not any(used is not False for used in own):
                 continue  # the loops over its loaders compute no gradients
-            if site is None or made is None or not shuffles(event) or event.node in set_on or listed(site):
+            if site is None or made is None or not shuffles(event) or event.node in set_on or is_listed(site):
                 continue
             if not any(EVALUATION.search(name) for name in (*given_names(site.stmt), *given_names(made.stmt))):
                 yield site, Found(site.call, NEVER, proposal=epoch_set(view, site) if site is made else ())
@@ -78,7 +78,7 @@ def given_names(stmt: ast.stmt) -> Iterator[str]:
     return iter((*idents(stmt), *strings(stmt))) if plain else iter(())
 
 
-def listed(site: Site) -> bool:
+def is_listed(site: Site) -> bool:
     """Check whether a list contains a call's sampler, which may get its epochs there."""
     names = {bind.key for bind in site.scope.bound(site.stmt)}
     return any(dotted(value) in names for other in site.scope.named("append") for value in other.call.args)
@@ -102,7 +102,7 @@ def endless(view: View) -> bool:
     return any(renews(view, member) for member in view.project.family(view.module))
 
 
-@kept
+@cache_answers
 def renews(view: View, module: Module) -> bool:
     """Check whether a file takes a loader up again when it has run out."""
     for scope in (scope for scope in module.scopes if scope.kind == "function"):

@@ -4,8 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import given
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import find_argument
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.nodes import REFERENCES, dotted, last
 from lockstep_lint.analysis.view import View
@@ -39,7 +39,7 @@ def check(view: View) -> Iterator[Found]:
                 yield Found(wrap.node, MESSAGE)
 
 
-@kept
+@cache_answers
 def converts(module: Module) -> bool:
     """Check whether a file converts BatchNorm layers, or may make others."""
     text = IDLE.sub("", module.text) if any(word in module.text for word in (*CONVERSIONS, "SyncB", "ABN")) else ""
@@ -48,7 +48,7 @@ def converts(module: Module) -> bool:
 
 def has_norm(view: View, run: Run, wrap: Event) -> bool:
     """Check whether the wrapped model certainly has BatchNorm layers."""
-    makers = dict(made(view, *subject(wrap), 0))
+    makers = dict(find_calls(view, *subject(wrap), 0))
     for norm in run.of("norm"):
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
         typed = any(last(test.node) == "isinstance" for test in norm.tests)  # of an argument that is not known
@@ -57,7 +57,7 @@ def has_norm(view: View, run: Run, wrap: Event) -> bool:
     return False
 
 
-def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
+def find_calls(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
     """Yield the calls that make a model or its parts."""
     for origin in view.origins.of(node, scope):
         found = [(origin.node, origin.scope)]
@@ -67,11 +67,11 @@ def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterato
         for value, home in found:
             if isinstance(value, ast.Call):
                 yield value, home
-                for part in held(view, value, home) if depth < 2 else ():
-                    yield from made(view, part, home, depth + 1)
+                for part in find_parts(view, value, home) if depth < 2 else ():
+                    yield from find_calls(view, part, home, depth + 1)
 
 
-def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
+def find_parts(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
     """Yield the arguments that become parts of a model (`Classifier(backbone, head)`)."""
     start = view.calls.target(call, scope)
     if start is None:
@@ -80,7 +80,7 @@ def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
     kept = {dotted(bind.value) for key, binds in start.binds.items() if key.startswith("self.") for bind in binds}
     tuples = [bind.value for key, binds in start.binds.items() if key.startswith("self.") for bind in binds]
     kept |= {dotted(part) for value in tuples if isinstance(value, ast.Tuple) for part in value.elts}
-    yield from filter(None, (given(call, start, name) for name in start.params[1:] if name in kept))
+    yield from filter(None, (find_argument(call, start, name) for name in start.params[1:] if name in kept))
 
 
 RULE = Rule("LS005", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe")

@@ -25,7 +25,7 @@ def check(view: View) -> Iterator[Found]:
         return
     for site in view.sites("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "BCELoss"):
         weight = keyword(site.call, "weight") or keyword(site.call, "pos_weight")
-        if weight is not None and on_cpu(view, weight, site.scope) and not moved(view, site.call, site.scope):
+        if weight is not None and on_cpu(view, weight, site.scope) and not is_moved(view, site.call, site.scope):
             yield at(
                 site,
                 "the weights of this loss stay on the CPU: move the criterion to the model's device with .to(device)",
@@ -45,7 +45,7 @@ def on_cpu(view: View, node: ast.expr, scope: Scope) -> bool:
     return bool(found) and all(isinstance(o.node, ast.Call) and last(o.node.func) in TENSORS for o in found)
 
 
-def moved(view: View, call: ast.Call, scope: Scope) -> bool:
+def is_moved(view: View, call: ast.Call, scope: Scope) -> bool:
     """Check whether the criterion is moved where it is made, or later under its name."""
     name = next(
         (

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
@@ -44,9 +44,9 @@ def check(view: View) -> Iterator[Found]:
     chosen = chosen or view.effects.mentioned(view.module, "TrainingArguments")  # they set the device when made
     done: set[Scope] = set()
     own = one_gpu_each(view)
-    events = placed(view)
+    events = find_places(view)
     for site, found in events.items():
-        message = ("" if own else fixed(view, site)) or ("" if chosen else bare(view, site))
+        message = ("" if own else explain_fixed(view, site)) or ("" if chosen else bare(view, site))
         if not message or site.scope in done or not view.ranks.every(site.stmt, site.scope):
             continue
         asked = any("device_count" in idents(guard.test) for guard in guards(site.stmt, site.module))
@@ -57,13 +57,13 @@ def check(view: View) -> Iterator[Found]:
         yield from by_global_rank(view, events)
 
 
-@kept
+@cache_answers
 def shows_own_gpu(module: Module) -> bool:
     """Check whether a file shows each process its own GPU alone."""
     return "CUDA_VISIBLE_DEVICES" in module.text and PICKED.search(module.text) is not None
 
 
-@kept
+@cache_answers
 def sets_device(module: Module) -> bool:
     """Check whether a file may set each process's own device."""
     return any(word in module.text for word in SETTERS) and any(word in IDLE.sub("", module.text) for word in SETTERS)
@@ -76,7 +76,7 @@ def one_gpu_each(view: View) -> bool:
     return started and not any(LOCAL.search(text) for text in texts)
 
 
-def placed(view: View) -> dict[Site, list[Event]]:
+def find_places(view: View) -> dict[Site, list[Event]]:
     """Return the calls of a file that may name a device, with their events."""
     found: dict[Site, list[Event]] = {}
     for run in runs(view):
@@ -86,7 +86,7 @@ def placed(view: View) -> dict[Site, list[Event]]:
     return dict(sorted(found.items(), key=lambda pair: (pair[0].line, pair[0].call.col_offset)))
 
 
-def fixed(view: View, site: Site) -> str:
+def explain_fixed(view: View, site: Site) -> str:
     """Explain that a call names one GPU."""
     first = site.call.args[0] if site.call.args else None
     if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.context import above, guards
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, has_star, idents, is_true, keyword, last, walk
@@ -31,7 +31,7 @@ DATA = {"mean", "sum", "max", "min", "norm", "std", "argmax"}
 
 def check(view: View) -> Iterator[Found]:
     """Find needless flags, and wrapped models with a layer that no forward uses."""
-    yield from unused(view)
+    yield from find_unused(view)
     for site in view.sites() if "find_unused_parameters" in view.module.text else ():
         value = keyword(site.call, "find_unused_parameters")
         made = view.origins.of(value, site.scope) if value is not None else []
@@ -56,7 +56,7 @@ def chosen_at_run_time(view: View, owner: Scope) -> bool:
     return forward is not None and any(isinstance(stmt, ast.If) for stmt in forward.stmts)
 
 
-def unused(view: View) -> Iterator[Found]:
+def find_unused(view: View) -> Iterator[Found]:
     """Find wrapped models with a layer that no method but `__init__` names."""
     if view.effects.mentioned(view.module, "static_graph", "find_unused_parameters"):
         return
@@ -126,7 +126,7 @@ def elsewhere(view: View, owner: Scope) -> set[str]:
     return set().union(*map(attributes, view.project.family(owner.module)))
 
 
-@kept
+@cache_answers
 def attributes(module: Module) -> frozenset[str]:
     """Return the attributes that a file reads of anything but `self`."""
     nodes = (node for node in walk(module.top.node) if node.__class__ is ast.Attribute)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.drafts import unscaled
+from lockstep_lint.analysis.drafts import add_unscale
 from lockstep_lint.analysis.nodes import last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event, apart, seen_from
@@ -23,11 +23,11 @@ def check(view: View) -> Iterator[Found]:
     for run in runs(view):
         for clip in run.of("clip"):
             events = [e for e in turn_of(run, clip, *KINDS) if not apart(e, clip)] if clip.detail != "master" else []
-            message = APEX if within_scaling(run, clip) else misplaced(events, clip)
+            message = APEX if within_scaling(run, clip) else explain_misplaced(events, clip)
             near = next((e for e in events if e.kind in ("backward", "step")), clip)
             site = seen_from(clip, near)
             if message and site is not None and site.module is view.module:
-                yield at(site, message, proposal=unscaled(view, site) if message is not APEX else ())
+                yield at(site, message, proposal=add_unscale(view, site) if message is not APEX else ())
 
 
 def within_scaling(run: Run, clip: Event) -> bool:
@@ -37,7 +37,7 @@ def within_scaling(run: Run, clip: Event) -> bool:
     return bool(blocks) and any(blocks[-1] in back.path for back in backs)
 
 
-def misplaced(events: list[Event], clip: Event) -> str:
+def explain_misplaced(events: list[Event], clip: Event) -> str:
     """Explain what is wrong with a clip's position among its iteration's events, if anything."""
     if clip not in events:
         return ""

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.calls import find_passed
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, has_star, idents, keyword, last, targets, walk
 from lockstep_lint.analysis.view import View
@@ -21,7 +21,7 @@ SCALES = ("div", "div_", "mul", "mul_", "true_divide")
 def check(view: View) -> Iterator[Found]:
     """Find accumulating loops with an undivided loss, or a single micro-batch in the first group."""
     for found in accumulations(view):
-        if undivided(view, found):
+        if is_undivided(view, found):
             yield at(
                 found.training.backward, "accumulates whole losses: divide the loss by the number of micro-batches"
             )
@@ -31,7 +31,7 @@ def check(view: View) -> Iterator[Found]:
             yield Found(found.guard.test, LEFT)
 
 
-def undivided(view: View, found: Accumulation) -> bool:
+def is_undivided(view: View, found: Accumulation) -> bool:
     """Check whether nothing between the model and backward divides or scales the loss."""
     site = found.training.backward
     if divides_itself(view, site):
@@ -52,7 +52,7 @@ def undivided(view: View, found: Accumulation) -> bool:
         if any(dotted(s.receiver) == key and s.name in SCALES for s in scope.sites):
             return False  # `loss.mul_(share)`
         seen.add((scope, key))
-        before = given(view, key, scope)
+        before = find_terms(view, key, scope)
         if before is None:
             return False
         queue += before
@@ -85,12 +85,12 @@ def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr,
         yield value.func.value, scope
 
 
-def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
+def find_terms(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
     """Return what a loss consists of, locally or in all callers. None: unknown, or divided."""
     binds = scope.binds.get(key, [])
     if not binds and key in scope.params:
         callers = view.calls.callers(scope)
-        values = [(value, call.scope) for call in callers if (value := passed(call, scope, key)) is not None]
+        values = [(value, call.scope) for call in callers if (value := find_passed(call, scope, key)) is not None]
         return values if callers and len(values) == len(callers) else None
     found: list[tuple[ast.expr, Scope]] = []
     for bind in binds:

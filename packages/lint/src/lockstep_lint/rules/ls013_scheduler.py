@@ -78,13 +78,13 @@ def wrong_unit(view: View, run: Run, event: Event, made: list[Made]) -> str:
     for name, call, scope in made:
         if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(view, call, scope):
             return ONE_CYCLE
-        read = asked(view, call, scope) if where == "epoch" and name == "LambdaLR" else ()
+        read = find_reads(view, call, scope) if where == "epoch" and name == "LambdaLR" else ()
         if any(counts_batches(view, *part) for part in read):
             return IN_STEPS
         horizon = length(name, call)
         if horizon is None:
             continue
-        by_epoch, by_step = named(horizon, EPOCHS), named(horizon, STEPS)
+        by_epoch, by_step = has_name(horizon, EPOCHS), has_name(horizon, STEPS)
         sure = by_step and (by_epoch or name.startswith("get_"))
         if where == "epoch" and (sure or counts_batches(view, horizon, scope)):
             return IN_STEPS
@@ -105,7 +105,7 @@ def header(loop: LoopBlock) -> ast.AST:
     return loop.node.test if isinstance(loop.node, ast.While) else getattr(loop.node, "iter", loop.node)
 
 
-def asked(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+def find_reads(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
     """Yield the names that a LambdaLR's factor reads, if it is a project's function."""
     function = view.names.definition(argument(call, 1, "lr_lambda"), scope)
     for node in walk(function.node) if function is not None else ():
@@ -124,7 +124,7 @@ def length(name: str, call: ast.Call) -> ast.expr | None:
 def by_the_epoch(view: View, call: ast.Call, scope: Scope) -> bool:
     """Check whether a OneCycleLR counts epochs (`total_steps=epochs`, `steps_per_epoch=1`)."""
     total = keyword(call, "total_steps")
-    if total is not None and named(total, EPOCHS) and not named(total, STEPS):
+    if total is not None and has_name(total, EPOCHS) and not has_name(total, STEPS):
         return not counts_batches(view, total, scope)
     return constant(keyword(call, "steps_per_epoch")) == 1
 
@@ -145,7 +145,7 @@ def counts_batches(view: View, horizon: ast.expr, scope: Scope) -> bool:
     return False
 
 
-def named(node: ast.expr, pattern: re.Pattern[str]) -> bool:
+def has_name(node: ast.expr, pattern: re.Pattern[str]) -> bool:
     """Check whether a name in an expression matches a pattern."""
     return any(pattern.search(name) for name in idents(node))
 
@@ -182,7 +182,7 @@ def early(view: View, run: Run, event: Event) -> str:
         steps = [e for e in after if e.kind == "step"]
         wrong = not any(e.kind == "step" for e in before) and len({last(e.mark.subject) for e in steps}) == 1
         return BEFORE if wrong else ""
-    dated = any(named(block.node, EPOCHS) for block in tests)  # `if epoch > 0`
+    dated = any(has_name(block.node, EPOCHS) for block in tests)  # `if epoch > 0`
     return HEAD if not before and after and not dated else ""
 
 

@@ -52,11 +52,11 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
         if any(last(other.mark.subject) == "module" and apart(event, other) for other in run.of("state")):
             continue  # what the other arm of a test saves: this one knows of the wrapper
         if event.kind == "save" and event.detail == "torch.save":
-            kind = next(filter(None, (wrapped(view, value, event) for value in parts(view, site))), "")
+            kind = next(filter(None, (find_wrapper(view, value, event) for value in parts(view, site))), "")
             if kind:
                 yield at(site, OBJECT.format(kind=kind), severity=Severity.HINT)
         elif site.name == "state_dict" and site.receiver is not None:
-            kind = wrapped(view, site.receiver, event)
+            kind = find_wrapper(view, site.receiver, event)
             if kind and gets_saved(view, event):
                 plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
                 change = () if kind == ACCELERATE else plain_state(view, site)
@@ -69,7 +69,7 @@ def parts(view: View, site: Site) -> Iterator[ast.expr]:
         yield from origin.node.values if isinstance(origin.node, ast.Dict) else site.call.args[:1]
 
 
-def wrapped(view: View, node: ast.expr, event: Event) -> str:
+def find_wrapper(view: View, node: ast.expr, event: Event) -> str:
     """Return a model's wrapper, DDP, DataParallel or Accelerate; "" for a plain model."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (*SAME, "deepcopy"):
         node = node.func.value if node.func.attr in SAME or not node.args else node.args[0]
@@ -119,13 +119,13 @@ def by_all(view: View, run: Run) -> Iterator[Found]:
         helper = event.module is not view.module
         if helper and (event.scope.owner is not None or event.scope not in view.calls.runs(call)):
             continue
-        site = call if helper or event.node not in guarded else called(view, event) or call
-        shared = replicated(view) and view.ranks.everywhere(site, view.module) and not view.ranks.chosen(site)
+        site = call if helper or event.node not in guarded else find_last_call(view, event) or call
+        shared = is_replicated(view) and view.ranks.everywhere(site, view.module) and not view.ranks.chosen(site)
         if shared and not own_path(view, event):
             yield at(site, HELPED if helper else ALL, proposal=() if helper else guard_save(view, site))
 
 
-def called(view: View, event: Event) -> Site | None:
+def find_last_call(view: View, event: Event) -> Site | None:
     """Return the file's last call of another function on the way to an event."""
     calls = [block.site for block in event.path if isinstance(block, CallBlock) and block.site.module is view.module]
     return calls[-1] if calls else None
@@ -142,7 +142,7 @@ def out_of_sight(view: View, run: Run, event: Event) -> bool:
     )
 
 
-def replicated(view: View) -> bool:
+def is_replicated(view: View) -> bool:
     """Check whether every rank has the whole model."""
     named = {"horovod", "transformers", "lightning_fabric"} & view.frameworks
     if named or "ddp" in view.wrappers.kinds(view.module) or view.ranks.programs.accelerated(view.module):
@@ -158,7 +158,7 @@ def read_early(view: View, run: Run) -> Iterator[Found]:
         waits.add("state")  # FSDP gathers it from all ranks
     for read in run.of("read") if view.distributed else ():
         site = shown_at(view, read)
-        if site is None or (read.module is not view.module and called(view, read) is None) or sides(view, read):
+        if site is None or (read.module is not view.module and find_last_call(view, read) is None) or sides(view, read):
             continue
         saves = [e for e in run.of("save") if e.place < read.place and not apart(e, read) and one_file(view, e, read)]
         if not saves or alone(view, read) or [side for _, side in sides(view, saves[-1])] != [1]:

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.calls import find_passed
 from lockstep_lint.analysis.context import Loop, inside, loops
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.kinds import EVALUATION
@@ -12,7 +12,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.evaluation import evaluates as is_evaluated
 from lockstep_lint.events.evaluation import without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, turn
-from lockstep_lint.events.marks import summed
+from lockstep_lint.events.marks import split_sum
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.values import value_at
 from lockstep_lint.finding import Confidence, Severity
@@ -45,7 +45,7 @@ def source(event: Event) -> tuple[ast.expr, ast.expr | ast.stmt, Scope]:
     assert value is not None
     for block in reversed(event.path):
         if isinstance(block, CallBlock) and block.function is scope:
-            given = [passed(block.site, scope, name) for name in idents(value) if name in scope.params]
+            given = [find_passed(block.site, scope, name) for name in idents(value) if name in scope.params]
             values = [each for each in given if each is not None]
             if not values or not scope.binds.keys().isdisjoint(idents(value)):
                 break
@@ -64,7 +64,7 @@ def outlives(view: View, run: Run, event: Event) -> bool:
     values = [bind.value for home in homes for bind in home.binds.get(holder, [])]
     if any(isinstance(value, ast.Call) and keyword(value, "maxlen") is not None for value in values):
         return False
-    begun = [b for b in scope.binds.get(holder, []) if b.how == "assign" and summed(b.stmt)[1] is None]
+    begun = [b for b in scope.binds.get(holder, []) if b.how == "assign" and split_sum(b.stmt)[1] is None]
     if loop is None or not isinstance(loop.node, Loop) or loop.scope is not scope:
         in_step = loop is not None or scope.name == "training_step" or scope.named("backward")
         return own and not begun and bool(in_step)

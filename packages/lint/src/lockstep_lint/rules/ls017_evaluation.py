@@ -9,7 +9,7 @@ from lockstep_lint.analysis.nodes import Words, dotted, last, mentions
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.evaluation import evaluates, in_eval_mode, span, trains, without_graph
 from lockstep_lint.events.event import CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
-from lockstep_lint.events.query import opposed, same, subject, things
+from lockstep_lint.events.query import exclude_each_other, same, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
@@ -84,8 +84,8 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
         now: Event | None = None  # the switch, if it was made in this turn
         for event in events:
             trained_next = event.kind == "backward" and mode is not None and not apart(mode, event)
-            trained_next = trained_next and not (mode is not None and now is mode and opposed(mode, event))
-            if mode is not None and trained_next and stepped(run, loop, event):
+            trained_next = trained_next and not (mode is not None and now is mode and exclude_each_other(mode, event))
+            if mode is not None and trained_next and may_step(run, loop, event):
                 return mode, event
             if event.kind in ("train", "mode"):
                 mode = None
@@ -106,7 +106,7 @@ def made_anew(switch: Event, loop: LoopBlock) -> bool:
     return any(isinstance(value, ast.Call) and not mentions(value, key or "") for value in made)
 
 
-def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
+def may_step(run: Run, loop: LoopBlock, backward: Event) -> bool:
     """Check whether a step may follow a backward in its turn."""
     steps = list(turn(run.events, loop, "step"))
     return not steps or any(step.place > backward.place or step.loops[-1:] != [loop] for step in steps)
@@ -121,13 +121,13 @@ def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
     model = things(view, node, home)
     own = home.owner is loop.scope.owner or not (dotted(node) or "").startswith("self.")
     named = TRAINED.search(name) and not any(isinstance(made, ast.Call) for made in model) and own
-    if not named and not any(model & things(view, node, scope) for node, scope in trained(run, loop)):
+    if not named and not any(model & things(view, node, scope) for node, scope in find_trained(run, loop)):
         return False
     before = (e for e in run.of("eval") if e.place < loop.start and e.scope is loop.scope)
     return not any(same(view, e, switch) for e in before)  # frozen statistics
 
 
-def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
+def find_trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
     """Yield the models that a loop runs, switches to training mode or optimizes."""
     training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
     for event in (*turn(run.events, loop, "forward"), *run.of("train")):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.engines import asks_for_deepspeed
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
@@ -49,7 +49,7 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
 def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
     """Check whether a test keeps some ranks from an event which the others certainly reach."""
     ranks = side(view, block)
-    return bool(ranks) and certain(view, event, block) and not paired(view, run, event, block, ranks)
+    return bool(ranks) and certain(view, event, block) and not is_paired(view, run, event, block, ranks)
 
 
 def certain(view: View, event: Event, block: Block) -> bool:
@@ -63,7 +63,7 @@ def certain(view: View, event: Event, block: Block) -> bool:
     )
 
 
-def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
+def is_paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
     """Check whether the other ranks reach the same collective elsewhere."""
     found = arrivals(view, run)
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
@@ -72,7 +72,7 @@ def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool
     return rests(view, run).get((event.kind, event.detail, frame(event, block)), -1) > event.place
 
 
-@kept
+@cache_answers
 def rests(view: View, run: Run) -> dict[tuple[str, str, object], int]:
     """Map (kind, detail, frame) to the last such event of all remaining ranks."""
     found: dict[tuple[str, str, object], int] = {}
@@ -84,7 +84,7 @@ def rests(view: View, run: Run) -> dict[tuple[str, str, object], int]:
     return found
 
 
-@kept
+@cache_answers
 def arrivals(view: View, run: Run) -> dict[tuple[str, str, object], set[int]]:
     """Map (kind, detail, frame or arm) of an event to the ranks that reach it."""
     found: dict[tuple[str, str, object], set[int]] = {}

@@ -26,7 +26,7 @@ HELPERS = ("cleanup_dist", "dist_cleanup")
 
 def check(view: View) -> Iterator[Found]:
     """Look for the end of the process group in the programs that start one."""
-    if ended(view) or any(not ASKS.match(site.name) for site in view.hidden_calls(ENDS)):
+    if ends_group(view) or any(not ASKS.match(site.name) for site in view.hidden_calls(ENDS)):
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
     for site in view.sites("init_process_group"):
@@ -42,7 +42,7 @@ def run_here(view: View, scope: Scope) -> bool:
     return called and not view.project.importers(view.module)
 
 
-def ended(view: View) -> bool:
+def ends_group(view: View) -> bool:
     """Check whether a file's programs end the group, or register its end with atexit."""
     if not view.module.by_name.get("init_process_group"):
         return True

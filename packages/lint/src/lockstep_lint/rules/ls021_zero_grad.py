@@ -20,11 +20,11 @@ ADDS = "so every step adds to all earlier ones"
 def check(view: View) -> Iterator[Found]:
     """Look at every training loop for what clears the gradients, and when."""
     for run in runs(view):
-        found = [*kept(view, run), *wiped(view, run), *wiped_early(view, run)]
+        found = [*find_kept(view, run), *find_wiped(view, run), *wiped_early(view, run)]
         yield from (Found(event.node, message) for event, message in found if event.module is view.module)
 
 
-def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
+def find_kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
     """Yield steps in loops that never clear the gradients, or cleared them before."""
     for found in step_loops(run):
         step = next(filter(plain, found.steps), None)
@@ -55,7 +55,7 @@ def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
     return sum(step.module.text.count(word) for word in CLEARS) == len(marks)
 
 
-def wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
+def find_wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
     """Yield the calls that clear the gradients of an optimizer between backward and its step."""
     order = run.of("backward", "zero", "step")
     for back, zero, step in zip(order, order[1:], order[2:], strict=False):

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.calls import turns_off_gradients
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
@@ -80,13 +80,14 @@ def may_pin(view: View, loader: ast.expr, scope: Scope) -> bool:
     )
 
 
-@kept
+@cache_answers
 def pins(module: Module) -> bool:
     """Check whether a file pins memory, always or where there is a GPU."""
     if "pin_mem" not in module.text.lower():
         return False
     return any(
-        isinstance(name, str) and PIN.search(name) and is_on(meant(module, value)) for name, value in settings(module)
+        isinstance(name, str) and PIN.search(name) and is_on(resolve_name(module, value))
+        for name, value in settings(module)
     )
 
 
@@ -112,7 +113,7 @@ def settings(module: Module) -> Iterator[tuple[object, ast.expr | None]]:
             yield from ((a.arg, value) for a, value in zip(args.kwonlyargs, args.kw_defaults, strict=True))
 
 
-def meant(module: Module, value: ast.expr | None) -> ast.expr | None:
+def resolve_name(module: Module, value: ast.expr | None) -> ast.expr | None:
     """Return the one value of a name of the file's top level, else the expression."""
     binds = module.top.binds.get(value.id, []) if isinstance(value, ast.Name) else []
     return binds[0].value if len(binds) == 1 and binds[0].how == "assign" else value

@@ -21,7 +21,7 @@ def check(view: View) -> Iterator[Found]:
     )
     for site in view.sites("GradScaler", "ShardedGradScaler", "autocast"):
         full = view.full(site)
-        if site.name != "autocast" and full and bf16 and not fp16 and enabled(site):
+        if site.name != "autocast" and full and bf16 and not fp16 and is_enabled(site):
             message = "bfloat16 has float32's range: drop the GradScaler, or use float16"
             yield at(site, message, severity=Severity.HINT)
     for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
@@ -70,7 +70,7 @@ def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:
     return {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}.get(name, "")
 
 
-def enabled(site: Site) -> bool:
+def is_enabled(site: Site) -> bool:
     """Check whether a scaler is on for certain."""
     value = keyword(site.call, "enabled")
     return value is None or is_true(value)

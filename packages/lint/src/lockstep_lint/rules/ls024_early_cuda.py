@@ -48,14 +48,14 @@ def early_group(view: View, scope: Scope, group: Site) -> Iterator[Found]:
             continue
         if view.wrappers.wrapper(site) == "ddp":
             yield at(site, f"DDP needs the process group that line {group.line} makes: call init_process_group first")
-        elif site.name in NEEDS_GROUP and view.full(site).startswith("torch.distributed") and not tested(site):
+        elif site.name in NEEDS_GROUP and view.full(site).startswith("torch.distributed") and not is_tested(site):
             yield at(
                 site,
                 f"{site.name}() needs the process group that line {group.line} makes: call init_process_group first",
             )
 
 
-def tested(site: Site) -> bool:
+def is_tested(site: Site) -> bool:
     """Check whether the function asks if a group exists, before or in a call."""
     start = getattr(site.scope.node, "lineno", 1)
     return any("is_initialized" in text for text in site.module.lines[start - 1 : site.line])

@@ -52,7 +52,7 @@ def check(view: View) -> Iterator[Found]:
             if at_once and not in_turn(view, run, event):
                 yield at(site, HELPED if helped else MESSAGES[event.detail])
             if event.detail == "fetch" and [side for _, side in sides(view, event)] == [1]:
-                yield from unwaited(view, made)
+                yield from find_unwaited(view, made)
 
 
 def removes_given(event: Event) -> bool:
@@ -116,7 +116,7 @@ def given_alike(call: ast.Call) -> list[str]:
     return [*map(ast.dump, call.args), *sorted(map(ast.dump, words))]
 
 
-def unwaited(view: View, fetch: Site) -> Iterator[Found]:
+def find_unwaited(view: View, fetch: Site) -> Iterator[Found]:
     """Find downloads on rank 0 that all ranks open without a collective between."""
     scope, func = fetch.scope, ast.dump(fetch.call.func)
     for site in scope.named(fetch.name) if scope.module is view.module else ():

@@ -4,10 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.budget import cache_answers
+from lockstep_lint.analysis.calls import find_passed
 from lockstep_lint.analysis.context import inside, loops
-from lockstep_lint.analysis.engines import PREPARING, is_shard, prepared
+from lockstep_lint.analysis.engines import PREPARING, find_prepared, is_shard
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, parts
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
@@ -45,8 +45,8 @@ def check(view: View) -> Iterator[Found]:
     samplers = [s for s in every if constant(keyword(s.call, "drop_last")) is not True]
     by_hand = [text for member in view.project.family(view.module) for text in parts(member)]
     divides = view.analysis.is_moot(view.module, PREPARING)
-    if prepared(view) or (not divides and (samplers or by_hand)):
-        yield from unshared(view)
+    if find_prepared(view) or (not divides and (samplers or by_hand)):
+        yield from find_unshared(view)
     loaders = [site for member in view.project.family(view.module) for site in member.sites("DataLoader")]
     flags = [keyword(s.call, "drop_last") for s in loaders if keyword(s.call, "sampler") is not None]
     equal = bool(flags) and all(flag is not None and constant(flag) is not False for flag in flags)
@@ -58,18 +58,18 @@ def check(view: View) -> Iterator[Found]:
         for site in scope.sites if scope.kind != "class" else ():
             if averages(view, site) and held_out(view, site):
                 over = (stmt for stmt in scope.stmts if isinstance(stmt, ast.For))
-                if held_out_shards or any(sharded(view, loop, scope) for loop in over):
+                if held_out_shards or any(is_sharded(view, loop, scope) for loop in over):
                     yield at(site, MEANS)
                     break
 
 
-def unshared(view: View) -> Iterator[Found]:
+def find_unshared(view: View) -> Iterator[Found]:
     """Find evaluations over a rank's own shard whose score nobody adds to the others' scores."""
     if view.hidden(EXCHANGE):
         return
     for scope in view.scopes:
         for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
-            if sharded(view, loop, scope) and adds_up(view, loop, scope) and not exchanges(view, scope, loop):
+            if is_sharded(view, loop, scope) and adds_up(view, loop, scope) and not exchanges(view, scope, loop):
                 yield Found(loop, ALONE)
                 break
 
@@ -87,13 +87,13 @@ def adds_up(view: View, loop: ast.For, scope: Scope) -> bool:
     return any(True for _ in scope.returns()) or any(site.name in SHOWS for site in view.effects.below(scope.sites))
 
 
-def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
+def is_sharded(view: View, loop: ast.For, scope: Scope) -> bool:
     """Check whether a loop runs over a rank's shard of held-out data."""
     if EVALUATION.search(scope.name) or any(map(EVALUATION.search, idents(loop.iter))):
         return is_shard(view, loop.iter, scope)
     key = dotted(view.kinds.iterated(loop.iter, scope))
     callers = view.calls.callers(scope)[:20] if key in scope.params else []
-    given = [(passed(site, scope, key or ""), site.scope) for site in callers]
+    given = [(find_passed(site, scope, key or ""), site.scope) for site in callers]
     held = [(value, home) for value, home in given if value is not None and any(map(EVALUATION.search, idents(value)))]
     return any(is_shard(view, value, home) for value, home in held)
 
@@ -144,7 +144,7 @@ def averages(view: View, site: Site) -> bool:
     return bool(functions) and any(is_averaging(view, function) for function in functions)
 
 
-@kept
+@cache_answers
 def is_averaging(view: View, function: Scope) -> bool:
     """Check whether a short function averages over ranks what it reduces or gathers."""
     if len(function.stmts) > 15:

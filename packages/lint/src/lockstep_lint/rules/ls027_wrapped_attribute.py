@@ -38,11 +38,11 @@ def check(view: View) -> Iterator[Found]:
     for scope in view.scopes:
         for node, stmt in scope.reads:
             foreign = not node.attr.startswith("_") and node.attr not in OWN and isinstance(node.ctx, ast.Load)
-            if foreign and dotted(node.value) not in (None, "self") and wrapped(view, node, scope, stmt):
+            if foreign and dotted(node.value) not in (None, "self") and is_wrapped(view, node, scope, stmt):
                 yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")
 
 
-def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bool:
+def is_wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bool:
     """Check whether every value of an object is a wrapper made before the read."""
     found = view.origins.of(node.value, scope)
     wraps = list(view.wrappers.wrapped(node.value, scope))

@@ -48,7 +48,7 @@ def check(view: View) -> Iterator[Found]:
             continue
         if of_error(view, site) or view.ranks.chosen(site) or view.ranks.programs.idle(site.scope):
             continue
-        if prefixed(view, site) if kind == "print" else keyword(site.call, "group") is not None:
+        if has_rank(view, site) if kind == "print" else keyword(site.call, "group") is not None:
             yield at(site, "every rank writes this line: keep it on rank 0", severity=Severity.OPINION)
         elif kind == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
@@ -90,7 +90,7 @@ def fails(stmt: ast.stmt) -> bool:
     return (dotted(call.func) in ENDS and constant(next(iter(call.args), None)) != 0) or last(call) == "wait_for_attach"
 
 
-def prefixed(view: View, site: Site) -> bool:
+def has_rank(view: View, site: Site) -> bool:
     """Check whether a line includes the rank that writes it."""
     for value in site.call.args:
         keys = filter(None, map(dotted, walk(value)))

@@ -92,7 +92,7 @@ def names(view: View) -> Iterator[Found]:
     packages = [row for row in rows if row.name in PACKAGES]
     for scope in view.scopes if packages else ():
         for stmt in (stmt for stmt in scope.stmts if isinstance(stmt, IMPORTS)):
-            found = [row for name in imported(stmt) if (row := row_of(name, packages))]
+            found = [row for name in find_names(stmt) if (row := row_of(name, packages))]
             if found and found[0].advice not in advised and not by_version(stmt, stmt, module):
                 yield Found(stmt, found[0].advice)
 
@@ -149,7 +149,7 @@ def chains(node: ast.AST) -> Iterator[ast.expr]:
         stack.extend(ast.iter_child_nodes(item))
 
 
-def imported(stmt: ast.stmt) -> Iterator[str]:
+def find_names(stmt: ast.stmt) -> Iterator[str]:
     """Yield the full names that an import statement brings."""
     if isinstance(stmt, ast.Import):
         yield from (alias.name for alias in stmt.names)

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.index import Module
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.training import Training
@@ -40,7 +40,7 @@ def check(view: View) -> Iterator[Found]:
     family = view.project.family(view.module)
     if any(map(exchanges, family)) or by_hand(family):
         return
-    if any(member.names(DDP) or renamed(member) for member in family):
+    if any(member.names(DDP) or renames_wrapper(member) for member in family):
         return
     if view.hidden(WRAPS) or not trainings(view):
         return
@@ -53,13 +53,13 @@ def by_hand(family: tuple[Module, ...]) -> bool:
     return any(says(m, GRADIENTS) for m in family) and any(says(m, COLLECTIVES) for m in family)
 
 
-@kept
+@cache_answers
 def exchanges(module: Module) -> bool:
     """Check whether a file names an exchange of gradients other than DDP."""
     return module.names(OTHERS) or any(piece in module.bare for piece in PIECES)
 
 
-@kept
+@cache_answers
 def says(module: Module, pattern: re.Pattern[str]) -> bool:
     """Check whether a pattern occurs in a file outside comments."""
     return pattern.search(module.bare) is not None
@@ -71,7 +71,7 @@ def trainings(view: View) -> list[Training]:
     return [t for member in family for t in view.trainings.of(member) if steps(view, member)]
 
 
-def renamed(module: Module) -> bool:
+def renames_wrapper(module: Module) -> bool:
     """Check whether a file uses a wrapper that it imports under another name."""
     return any(name in module.words for name, imported in module.imports.items() if wraps(imported.full))
 

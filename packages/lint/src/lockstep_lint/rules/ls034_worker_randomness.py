@@ -101,7 +101,7 @@ def brings(key: ast.expr | None, value: ast.expr) -> bool:
 
 def draws(view: View, site: Site) -> bool:
     """Check whether a call draws from numpy's global generator, or a copied one."""
-    if shared(view, site):
+    if is_global(view, site):
         return site.name not in QUIET
     name = dotted(site.receiver)
     if name is None or not name.startswith("self.") or site.scope.owner is None:
@@ -110,19 +110,19 @@ def draws(view: View, site: Site) -> bool:
     return any(text in ("numpy.random.default_rng", "numpy.random.RandomState") for text in made)
 
 
-def shared(view: View, site: Site) -> bool:
+def is_global(view: View, site: Site) -> bool:
     """Check whether a call is of numpy's global generator."""
     return view.full(site).startswith("numpy.random.")
 
 
 def message(view: View, site: Site) -> str:
     """Return the message for a draw."""
-    return SHARED if shared(view, site) else OWN
+    return SHARED if is_global(view, site) else OWN
 
 
 def level(view: View, site: Site) -> Severity:
     """Return the severity: a hint if torch may seed the generator in each worker."""
-    seeded = shared(view, site) and (view.torch is None or view.torch >= SEEDS_NUMPY)
+    seeded = is_global(view, site) and (view.torch is None or view.torch >= SEEDS_NUMPY)
     return Severity.HINT if seeded else Severity.ERROR
 
 

@@ -53,13 +53,13 @@ def waits(view: View, event: Event) -> str:
     if site.name in ("log", "log_metrics") and last(site.receiver) not in TRACKERS:
         return ""
     for value in (*site.call.args, *(item.value for item in site.call.keywords)):
-        for part in shown(value):
+        for part in find_shown(value):
             if value_at(view, event, part).device:
                 return f"{site.name}({ast.unparse(part)[:30]})"
     return ""
 
 
-def shown(value: ast.expr) -> Iterator[ast.expr]:
+def find_shown(value: ast.expr) -> Iterator[ast.expr]:
     """Yield the values that become a text or a number with an argument."""
     if isinstance(value, ast.JoinedStr):
         yield from (part.value for part in value.values if isinstance(part, ast.FormattedValue))

@@ -28,11 +28,11 @@ def check(view: View) -> Iterator[Found]:
                 continue
             split = event.detail.endswith("split") or holds_out(event)
             started = not split or view.ranks.several(site.stmt, site.scope) or view.ranks.everywhere(site, view.module)
-            if started and unseeded(run, event) and (holds_out(event) or divided(view, event)):
+            if started and is_unseeded(run, event) and (holds_out(event) or is_divided(view, event)):
                 yield Found(event.node, SPLIT if split else MESSAGE)
 
 
-def unseeded(run: Run, event: Event) -> bool:
+def is_unseeded(run: Run, event: Event) -> bool:
     """Check whether nothing before makes the random numbers of all ranks alike."""
     library = event.detail.split()[0]
     return not any(seed.detail in (library, "all") for seed in run.of("seed") if seed.place < event.place)
@@ -56,7 +56,7 @@ def holds_out(event: Event) -> bool:
     return held and bool(begins & ends)
 
 
-def divided(view: View, event: Event) -> bool:
+def is_divided(view: View, event: Event) -> bool:
     """Check whether a shuffled value is sharded, here or in a caller."""
     stmt, scope = event.mark.stmt, event.scope
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return):

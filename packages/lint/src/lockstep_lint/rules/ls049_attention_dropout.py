@@ -29,14 +29,14 @@ def is_rate(view: View, rate: ast.expr, scope: Scope) -> bool:
         return number > 0
     key = dotted(rate) or ""
     if key.startswith("self.") and key.endswith(".p"):
-        made = kept(key.removesuffix(".p"), scope)
+        made = find_values(key.removesuffix(".p"), scope)
         return bool(made) and all(
             isinstance(value, ast.Call)
             and view.names.qualify(value.func, method).startswith("torch.nn.Dropout")
             and constant(argument(value, 0, "p")) not in (0, 0.0)
             for value, method in made
         )
-    made = kept(key, scope) if key.startswith("self.") else []
+    made = find_values(key, scope) if key.startswith("self.") else []
     return bool(made) and all(
         method.name == "__init__"
         and (isinstance(constant(value), float) or (dotted(value) or "").split(".")[0] in method.params)
@@ -44,7 +44,7 @@ def is_rate(view: View, rate: ast.expr, scope: Scope) -> bool:
     )
 
 
-def kept(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
+def find_values(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
     """Return what the methods of a class give an attribute of `self`."""
     methods = scope.owner.defs.values() if scope.owner is not None else ()
     return [(bind.value, method) for method in methods for bind in method.binds.get(key, [])]

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.calls import find_passed
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import argument, constant, dotted, keyword
 from lockstep_lint.analysis.view import View
@@ -34,7 +34,7 @@ def has_workers(view: View, site: Site) -> bool:
     value = keyword(site.call, "num_workers")
     name = dotted(value)
     if name is not None and name in site.scope.params and name not in site.scope.binds:
-        given = (constant(passed(caller, site.scope, name)) for caller in view.calls.callers(site.scope))
+        given = (constant(find_passed(caller, site.scope, name)) for caller in view.calls.callers(site.scope))
         return any(isinstance(number, int) and number > 0 for number in given)
     found = [constant(origin.node) for origin in view.origins.of(value, site.scope)]
     return bool(found) and all(isinstance(number, int) and number > 0 for number in found)
@@ -49,10 +49,10 @@ def repeats(view: View, owner: Scope) -> bool:
     if owner.kind != "class" or method is None or bases != ["IterableDataset"] or SPLITS.search(text):
         return False
     loops = [stmt for stmt in method.stmts if isinstance(stmt, ast.For)]
-    return bool(loops) and all(fixed(view, origin.node) for origin in view.origins.of(loops[0].iter, method))
+    return bool(loops) and all(is_fixed(view, origin.node) for origin in view.origins.of(loops[0].iter, method))
 
 
-def fixed(view: View, node: ast.expr) -> bool:
+def is_fixed(view: View, node: ast.expr) -> bool:
     """Check whether an expression is a known sequence: a literal, or files."""
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
     name = name or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")

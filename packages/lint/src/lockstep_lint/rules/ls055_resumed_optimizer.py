@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.budget import cache_answers
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
@@ -47,7 +47,7 @@ def check(view: View) -> Iterator[Found]:
                 break
 
 
-@kept
+@cache_answers
 def restores(view: View, module: Module) -> bool:
     """Check whether a file may give an optimizer its state."""
     others = (site for site in module.sites("load_state_dict") if not view.kinds.is_model(site.receiver, site.scope))
@@ -65,10 +65,10 @@ def resumes(view: View, event: Event) -> bool:
         return False
     call = event.node
     given = next(iter(call.args), None) if isinstance(call, ast.Call) else None
-    words = [word for test in event.tests if test.when for word in meant(test.node, test.scope)]
-    words += meant(given, event.scope) if given is not None else ()
+    words = [word for test in event.tests if test.when for word in find_words(test.node, test.scope)]
+    words += find_words(given, event.scope) if given is not None else ()
     for origin in view.origins.of(given, event.scope) if given is not None else ():
-        words += meant(origin.node, origin.scope)
+        words += find_words(origin.node, origin.scope)
     words += [name for test in event.tests for name in first_epochs(test)]
     return any(map(RESUMES.search, words)) and not any(map(OTHERWISE.search, words))
 
@@ -83,7 +83,7 @@ def first_epochs(arm: ArmBlock) -> Iterator[str]:
                 yield key
 
 
-def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
+def find_words(node: ast.expr, scope: Scope) -> Iterator[str]:
     """Yield the words of an expression and its names' values (`path = args.resume`)."""
     yield from (*idents(node), *strings(node))
     for name in idents(node):
