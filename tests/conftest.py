@@ -25,6 +25,9 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def by_flags(no_variables_are_left, monkeypatch):  # the former before the latter, which takes back its own changes
     """Name settings by flag in messages, whichever tests ran before; tests/config/test_setting_names.py has fields."""
     monkeypatch.setattr(SETTINGS, "flags", True)
+    # A script's flags count for all runs of its process.
+    monkeypatch.setattr(SETTINGS, "typed", {})
+    monkeypatch.setattr(SETTINGS, "defaults", ())
 
 
 # The files that take longest, which are begun first: at the end one of them would keep one worker busy alone. xdist

@@ -238,8 +238,11 @@ def _run(words):
             print(end.code, file=sys.stderr)
     except BaseException as error:
         sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-        sys.excepthook(*sys.exc_info())
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        try:
+            sys.excepthook(*sys.exc_info())
+        except SystemExit as end:  # Python honours it there too
+            code = end.code
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

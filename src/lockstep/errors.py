@@ -22,8 +22,9 @@ import importlib.util
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "FINAL_CODES",
@@ -62,10 +63,14 @@ class _SettingNames:
     Attributes:
         flags: name them by flag; set once the process parses flags, in a command or `Config.from_args`.
         fields: each flag -> the field in Python; modules with settings add theirs.
+        typed: what the command line of this process set, by dotted name.
+        defaults: dotted names that the script gives to `Config.from_args`, because it reads them itself.
     """
 
     def __init__(self) -> None:
         self.flags = False
+        self.typed: Mapping[str, Any] = {}
+        self.defaults: Collection[str] = ()
         self.fields: dict[str, str] = {}
 
 

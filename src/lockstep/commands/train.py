@@ -10,8 +10,8 @@ from typing import Any
 from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
 from lockstep.config.cli import Parser
-from lockstep.config.schema import Config
-from lockstep.config.task_options import LIGHTNING
+from lockstep.config.schema import Config, check_typed
+from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import allocator_variables
 from lockstep.distributed.progress import MEMBER_VARIABLE
@@ -43,8 +43,11 @@ def command(argv: list[str]) -> int:
     if script:
         _check_alone(args)
         import_training()
-        return _code(int(importlib.import_module("lockstep.training.hf_script").run_script(script, options)))
+        hf_script = importlib.import_module("lockstep.training.hf_script")
+        return failures.process_code(int(hf_script.run_script(script, options)))
     config, task = config_and_task(options)
+    if kind_of(config.task) == OWN:
+        check_typed(options, ())
     if args["show_groups"]:
         importlib.import_module("lockstep.training.summary").show_groups(config)
         return 0
@@ -53,12 +56,12 @@ def command(argv: list[str]) -> int:
         RunFolder(config.local_dir, config.experiment_name).check_free()
     run = import_training().Run(config, task)
     try:
-        return _code(run().exit_code)
+        return failures.process_code(run().exit_code)
     except KeyboardInterrupt:
         # A run that saved on Ctrl-C returns its code; any other interrupt passes.
         if run.status != "interrupted":
             raise
-        return _code(run.result.exit_code)
+        return failures.process_code(run.result.exit_code)
 
 
 def config_and_task(options: Mapping[str, Any]) -> tuple[Config, Any]:
@@ -103,13 +106,3 @@ def import_training() -> Any:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _code(code: int) -> int:
-    """Return 0 under torchrun, which would restart the run or report a failure.
-
-    The run's folder has the real exit code; `lockstep launch` receives and returns it.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return 0
-    return code

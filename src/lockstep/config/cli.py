@@ -13,6 +13,7 @@ A command with further flags adds these to its own parser:
 import argparse
 import dataclasses
 import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -248,6 +249,8 @@ def describe_preset(config: Config) -> str:
 def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
     """Parse flags into a Config. `--help` prints the help and raises SystemExit(0).
 
+    The flags of this process's own command line are noted in `SETTINGS`.
+
     Args:
         argv: the flags.
         prog: the command as typed, for the help and for errors.
@@ -257,7 +260,12 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
         ConfigError: an unknown flag or key (with the nearest known one), or a value of the wrong type or out of bounds.
     """
     args = vars(make_parser(argv, prog, defaults).read(argv))
-    return build(apply_preset({**_by_dotted_name(defaults or {}), **collect_options(args)}))
+    options = collect_options(args)
+    own = _by_dotted_name(defaults or {})
+    if argv == sys.argv[1:]:
+        SETTINGS.typed = options
+        SETTINGS.defaults = own
+    return build(apply_preset({**own, **options}))
 
 
 def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
@@ -273,15 +281,19 @@ def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None =
         else None,
         foreign=FOREIGN,
     )
-    add_flags(parser, kind=task_kind)
+    own = _by_dotted_name(defaults or {})
+    add_flags(parser, kind=task_kind, defaults=own)
     parser.common = COMMON_FLAGS
+    if defaults is not None:
+        # A script makes its task itself.
+        parser.common = [name for name in COMMON_FLAGS if name not in _OF_TASK or name in own]
     if task_kind in TASKS and task_name:
         parser.own = f"flags of --task {task_kind}", TASKS[task_kind].common or _options_only_of(task_kind)
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
     parser.examples = (
         f"{prog} --experiment-name first --max-steps 100",
-        f"lockstep launch --nproc-per-node 2 -- {script}{task} --num-epochs 10 --exact",
+        f"lockstep launch --nproc-per-node 2 -- {script}{task} --exact",
     )
     return parser
 
@@ -445,10 +457,11 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
+_OF_TASK = ("task", "model_name", "dataset_name")
 # The flags that `--help` lists; `--help-all` lists all.
 COMMON_FLAGS = (
-    *("task", "model_name", "dataset_name", "experiment_name", "num_epochs", "max_steps"),
-    *("batch_size", "lr", "exact", "config"),
+    *(*_OF_TASK, "experiment_name", "save_dir", "num_epochs", "max_steps", "batch_size", "micro_batch_size"),
+    *("lr", "precision", "engine", "exact", "seed", "eval_freq", "data.workers", "wandb", "config"),
 )
 
 # The groups of `--help-all` for the flags outside the sections.
@@ -482,14 +495,16 @@ _GROUPS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
+def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE, defaults: Mapping[str, Any] | None = None) -> None:
     """Add the flag of every option and --config; pass the parsed values to `collect_options`.
 
     Args:
         parser: of a command that takes the options.
         kind: the kind of the task, see `kind_of`; the help omits options of other tasks. "": it lists all.
+        defaults: a script's own defaults, by dotted name.
     """
     add = parser.add_argument
+    own_defaults = defaults or {}
     for name, settings in LAUNCHER_FLAGS.items():
         add(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings)
     text = "an unchanged LightningModule, constructed without arguments; its loaders set the batch size"
@@ -508,7 +523,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
         title = name.rpartition(".")[0] or titles.get(spec.name, "the run")
         if title not in groups:
             groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
-        _add_flag(groups[title], name, spec, TASKS.get(kind, TaskSpec("")))
+        task = TASKS.get(kind, TaskSpec(""))
+        if name in own_defaults:
+            task = task._replace(defaults=own_defaults)
+        _add_flag(groups[title], name, spec, task)
 
 
 def _add_flag(group: Any, name: str, spec: "dataclasses.Field[Any]", task: TaskSpec | None) -> None:

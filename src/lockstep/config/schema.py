@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Self, cast
@@ -397,8 +397,8 @@ class Config:
             config = lockstep.Config.from_args(batch_size=64, optim={"clip": 0.5})      # flags override these
 
         Args:
-            argv: the flags. None: those of this process; an error then prints one line and exits with code 2 (under
-                a launcher it is raised, which notes it), and `--help` exits with code 0.
+            argv: the flags. None: those of this process, in a notebook none; an error then prints one line and exits
+                with code 2 (under a launcher it is raised, which notes it), and `--help` exits with code 0.
             defaults: fields, as for the class; the flags and --config override them.
 
         Raises:
@@ -410,8 +410,12 @@ class Config:
         if argv is not None:
             return cast(Self, parse(list(argv), defaults=defaults))
         script = os.path.basename(sys.argv[0])
+        argv = sys.argv[1:]
+        # The arguments of a notebook's kernel (ipykernel_launcher.py, colab_kernel_launcher.py) are not the cell's.
+        if script.endswith("kernel_launcher.py"):
+            argv = []
         try:
-            return cast(Self, parse(sys.argv[1:], script, defaults))
+            return cast(Self, parse(argv, script, defaults))
         except ConfigError as error:
             # Under torchrun raise the error, so that torch's own error file gets its message.
             if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -451,6 +455,13 @@ _AUTO_VALUES: dict[str, Any] = {
 }
 
 
+# Dotted names of the options that only built-in tasks have.
+_TASK_OPTIONS = frozenset(
+    prefix + spec.name
+    for prefix, kind in (("", Config), *((f"{name}.", section) for name, section in _SECTIONS.items()))
+    for spec in dataclasses.fields(kind)
+    if spec.metadata.get("tasks")
+)
 # Options that may be a share of all batches.
 _SHARES = frozenset(spec.name for spec in dataclasses.fields(Config) if spec.metadata.get("share"))
 
@@ -464,6 +475,24 @@ SPANS = (
     )
     - _SHARES
 )
+
+
+def check_typed(typed: Mapping[str, Any], defaults: Collection[str], *, is_script: bool = False) -> None:
+    """Refuse flags that a user's own task makes void.
+
+    Args:
+        typed: the options of the command line, by dotted name.
+        defaults: options that the script gives to `Config.from_args`, because it reads them itself.
+        is_script: a script makes the task, so --task is void too.
+
+    Raises:
+        ConfigError: only the built-in tasks have one of the options.
+    """
+    for name, value in typed.items():
+        is_void = name in _TASK_OPTIONS or (name == "task" and is_script)
+        if is_void and name not in defaults:
+            advice = f"; if the script reads config.{name}, give its default to Config.from_args" if is_script else ""
+            raise ConfigError(f"{flag(name)} {value} has no effect on a task of your own: remove it{advice}")
 
 
 def sections(config: Config) -> list[tuple[Any, str]]:

@@ -50,6 +50,7 @@ __all__ = [
     "note_interrupt",
     "note_log",
     "print_uncaught",
+    "process_code",
     "report",
     "report_interrupt",
 ]
@@ -335,8 +336,8 @@ def print_uncaught() -> None:
 
     Prints lockstep's errors, and Ctrl-C in a run, as one line.
 
-    Other errors are noted for the launcher, and keep their traceback. `import lockstep` calls it; a second call does
-    nothing.
+    Other errors are noted for the launcher, and keep their traceback. One of lockstep's ends the process with its own
+    exit code. `import lockstep` calls it; a second call does nothing.
     """
     if _OLD_HOOK:
         return
@@ -350,6 +351,9 @@ def print_uncaught() -> None:
             else:
                 location = user_location(error)
             _print_line(error, note(error), location)
+            # Python would exit with 1. At the prompt of an interactive Python the user continues.
+            if not hasattr(sys, "ps1"):
+                raise SystemExit(error.exit_code)
             return
         is_launched = FOLDER_VARIABLE in os.environ
         if isinstance(error, KeyboardInterrupt) and (_INTERRUPT or is_launched or passed_here(error)):
@@ -361,6 +365,17 @@ def print_uncaught() -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def process_code(code: int) -> int:
+    """Return the exit code for the process of a run that ended with `code`.
+
+    It is 0 under torchrun, which would restart the run or report a failure. The run's folder has the real code;
+    `lockstep launch` receives and returns it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    return code
 
 
 class _FailureNote(str):

@@ -23,10 +23,10 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, check_typed
 from lockstep.distributed import failures
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.errors import SETTINGS, ConfigError, LockstepError, UsageError
 from lockstep.records import VERDICT_FILE, Best, EvaluationRecord, Step, check_log, float_of
 from lockstep.training.state.status import RunSpec, RunStatus
 from lockstep.training.trainer import Training, run_training
@@ -81,9 +81,14 @@ class Run:
         config: everything except the task.
         task: a `lockstep.Task`, or an object with its methods; None: the task that the configuration names.
         world: the process groups that the caller joined, and will leave; None: the run joins and leaves its own.
+
+    Raises:
+        ConfigError: the command line has a flag that only the built-in tasks read.
     """
 
     def __init__(self, config: Config, task: Any = None, world: World | None = None, *, _min_steps: int = 0) -> None:
+        if task is not None:
+            check_typed(SETTINGS.typed, SETTINGS.defaults, is_script=True)
         self._spec = RunSpec(config, task, world, _min_steps)
         self._status = RunStatus.of(self._spec)
         self._steps: Training | None = None
@@ -245,15 +250,35 @@ class Run:
         )
 
 
-def train(config: Config, task: Any = None, world: World | None = None) -> Result:
+def train(config: Config, task: Any = None, world: World | None = None, *, exit_early: bool = True) -> Result:
     """Train `task` to the end: `Run(config, task, world)()`.
+
+    What follows the call in a script needs a trained model. So if a signal (or the file STOP) or the flag --stop-at
+    ends the training early, the call ends the process, once everything is saved.
+
+    Args:
+        config: everything except the task.
+        task: as for `Run`.
+        world: as for `Run`; if given, the call always returns.
+        exit_early: False: return after a signal and --stop-at too; `Result.status` has the difference.
 
     Raises:
         UsageError: the configuration cannot be run; nothing was written.
         LockstepError: the run failed.
         KeyboardInterrupt: Ctrl-C; everything is saved.
+        SystemExit: the training ended early, with the exit code of `lockstep train`: 75 after a signal, else 0.
     """
-    return Run(config, task, world)()
+    result = Run(config, task, world)()
+    # At a prompt, as in a notebook, the user sees the summary and continues.
+    if exit_early and world is None and not hasattr(sys, "ps1") and _is_early(result, config):
+        raise SystemExit(failures.process_code(result.exit_code))
+    return result
+
+
+def _is_early(result: Result, config: Config) -> bool:
+    """Whether a signal, the file STOP or the flag --stop-at ended the run. A script may set `stop_at` on purpose."""
+    is_typed = SETTINGS.typed.get("stop_at") == config.stop_at == result.global_step
+    return result.status == "preempted" or (result.status == "stopped" and is_typed)
 
 
 def _yield_steps(steps: Training, status: RunStatus) -> Iterator[Step]:
