@@ -262,6 +262,7 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
     args = vars(make_parser(argv, prog, defaults).read(argv))
     options = collect_options(args)
     own = _by_dotted_name(defaults or {})
+    # Not a list that a test or a notebook makes up: these settings count for the whole process.
     if argv == sys.argv[1:]:
         SETTINGS.typed = options
         SETTINGS.defaults = own
@@ -524,6 +525,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE, defaults: M
         if title not in groups:
             groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
         task = TASKS.get(kind, TaskSpec(""))
+        # The help shows what the script trains with if the flag is left out.
         if name in own_defaults:
             task = task._replace(defaults=own_defaults)
         _add_flag(groups[title], name, spec, task)

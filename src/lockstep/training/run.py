@@ -276,7 +276,8 @@ def train(config: Config, task: Any = None, world: World | None = None, *, exit_
 
 
 def _is_early(result: Result, config: Config) -> bool:
-    """Whether a signal, the file STOP or the flag --stop-at ended the run. A script may set `stop_at` on purpose."""
+    """Whether a signal, the file STOP or the flag --stop-at ended the run."""
+    # What a script sets in code it also handles; a flag comes from somebody who only starts the script.
     is_typed = SETTINGS.typed.get("stop_at") == config.stop_at == result.global_step
     return result.status == "preempted" or (result.status == "stopped" and is_typed)
 
