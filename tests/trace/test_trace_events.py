@@ -44,7 +44,7 @@ class Ear(Listener):
     def update(self, optimizer, closure):
         self.recorder.names.append(type(optimizer).__name__)
 
-    def updated(self, optimizer):
+    def end_update(self, optimizer):
         self.recorder.names.append("updated")
 
 

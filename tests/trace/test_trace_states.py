@@ -75,7 +75,7 @@ def test_a_backward_is_followed_to_an_output_that_was_converted(used):
     lengths = []
 
     class Followed(PassRecorder):
-        def reached(self, record, gradient):
+        def record_gradient(self, record, gradient):
             lengths.append(gradient.float().norm().item())
 
     source = torch.ones(4, 3, requires_grad=True).bfloat16()

@@ -56,7 +56,9 @@ def _prepare(args: argparse.Namespace) -> int:
     folder = Path(args.out).expanduser()
     # Tables of the rows are shared between runs, so they are in the cache.
     rows = files.cache_folder(args.cache) / "rows"
-    job = prepare.Job(request, packing, args.shard_mib << 20, args.tokenizer, args.trust_remote_code, folder, rows)
+    job = prepare.PrepareJob(
+        request, packing, args.shard_mib << 20, args.tokenizer, args.trust_remote_code, folder, rows
+    )
     tokenizer = prepare.named_tokenizer(args.tokenizer, args.trust_remote_code, rows, _say)
     processes = args.processes or cores()
     index = prepare.prepare_shards(job, tokenizer, processes=processes, say=_say)
