@@ -94,7 +94,9 @@ def test_the_states_over_the_steps_run(here):
     assert [names[each].status for each in ("result", "distilled", "run")] == ["finished"] * 3
 
 
-def test_the_losses_over_a_whole_step_run(here):
+def test_the_losses_over_a_whole_step_run(here, tmp_path, monkeypatch):
+    run_page("docs/tutorials/contrastive.md", tmp_path, ["pairs.py", "wrong.py"])
+    monkeypatch.syspath_prepend(tmp_path)
     names = {}
     for block in blocks("docs/whole-step.md"):
         exec(block, names)
@@ -120,12 +122,8 @@ def test_the_program_of_what_changes_while_it_trains_runs(here):
 
 
 def test_what_is_shown_where_something_is_wrong_is_true(here, tmp_path, capsys):
-    """The task trains, lint finds what is said, and each command has the flags."""
-    task, script = blocks("docs/wrong.md")
-    names = {}
-    exec(task, names)
-    run = lockstep.train(lockstep.Config(experiment_name="wrong", max_steps=2, device="cpu"), names["Mine"]())
-    assert run.status == "finished"
+    """Lint finds what is said, and each command has the flags."""
+    (script,) = blocks("docs/wrong.md")
     (tmp_path / "train.py").write_text(script)
     capsys.readouterr()
     assert cli.dispatch(["lint", "--hints", "train.py"]) == 1
