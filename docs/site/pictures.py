@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAINING = "lockstep train --experiment-name first-light --max-steps 700"  # `make train`, some minutes
 COLUMNS = 76
 PAUSE = 0.6  # seconds: the longest wait that is shown, as `asciinema --idle-time-limit`
 TYPING = 0.03  # seconds a character of a command
 START = 2.0  # seconds until the animation starts
-REPORT = (1000, 960)  # pixels of report.png: its verdict and the first curves
+REPORT = (1000, 925)  # pixels of report.png: its verdict and the first curves
 
 SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -126,8 +127,8 @@ def main() -> None:
         gallery.write_programs(folder)
         shown = [(command, run(command, folder)) for command in commands]
         (ROOT / "docs" / "terminal.svg").write_text(draw(shown), encoding="utf-8")
-        run("python spirals.py --max-steps 800", folder)
-        photograph(folder / "outputs" / "spirals" / "report.html", ROOT / "docs" / "report.png")
+        run(TRAINING, folder)
+        photograph(folder / "outputs" / "first-light" / "report.html", ROOT / "docs" / "report.png")
 
 
 if __name__ == "__main__":
