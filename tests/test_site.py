@@ -239,7 +239,7 @@ def test_the_terminal_shows_what_readme_shows():
     assert "<script" not in svg
 
 
-def test_a_picture_of_a_terminal_is_complete_without_its_animation(site):
+def test_a_terminal_is_complete_without_its_animation(site):
     import pictures
 
     svg = pictures.draw([("a b", [(0.5, "c"), (90.0, "d < e")])])
