@@ -1,4 +1,4 @@
-"""docs/coming-from.md and docs/names.md: our lines run, each block is about twenty lines of Python, the flags exist."""
+"""docs/coming-from.md: our lines run, each block is about twenty lines of Python, the flags exist."""
 
 import ast
 import re
@@ -13,7 +13,6 @@ from lockstep.config.cli import option_list
 
 DOCS = Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "coming-from.md").read_text(encoding="utf-8")
-NAMES = (DOCS / "names.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", TEXT, re.DOTALL))
 DIFFS = dict(re.findall(r"<!-- (\w+) kept -->\n```diff\n(.*?)```", TEXT, re.DOTALL))
 
@@ -55,7 +54,7 @@ def test_a_block_is_short_python(name):
 
 
 def test_every_flag_that_is_named_exists():
-    named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z.-]+[a-z])", TEXT + NAMES)}
+    named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z.-]+[a-z])", TEXT)}
     theirs = {"standalone", "nproc_per_node", "help", "help_all", "gradient_clip_val"}  # or of other commands
     theirs |= {"hf_script", "hf_args"}
     assert named - theirs <= set(option_list())

@@ -1,6 +1,7 @@
 """The site has every page once, its reference every name, option, command and error, its messages the code's words."""
 
 import ast
+import html
 import inspect
 import re
 import subprocess
@@ -216,6 +217,57 @@ def test_the_search_of_messages_uses_what_sphinx_has():
     fields = {"alltitles", "docnames", "filenames", "titles", "terms"}
     assert {name for name in fields if f"Search._index.{name}" in theirs and name in ours} == fields
     assert "[docName, title, anchor, descr, score, _filename, kind] = item" in theirs
+
+
+def read_lines(svg):
+    """The lines of a terminal that a picture shows, from the top."""
+    lines = {}
+    for text, row in re.findall(r'<text [^>]*clip-path="url\(#t-line-(\d+)\)">([^<]*)</text>', svg):
+        lines[int(text)] = lines.get(int(text), "") + html.unescape(row).replace("\xa0", " ").rstrip("\n")
+    return [lines[row].rstrip() for row in sorted(lines)]
+
+
+def test_the_terminal_shows_what_readme_shows():
+    """`tests/test_docs.py` runs the commands of README."""
+    svg = (ROOT / "docs" / "terminal.svg").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands, printed = re.findall(r"^```(?:sh|)\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)[:2]
+    lines = read_lines(svg)
+    assert [line[2:] for line in lines if line.startswith("$ ")] == commands.splitlines()
+    assert " ".join(printed.split()) in " ".join(" ".join(lines).split())
+    assert len(svg) < 60_000
+    assert "<script" not in svg
+
+
+def test_a_terminal_is_complete_without_its_animation(site):
+    import pictures
+
+    svg = pictures.draw([("a b", [(0.5, "c"), (90.0, "d < e")])])
+    assert read_lines(svg) == ["$ a b", "c", "d < e"]
+    still, _, moving = svg.partition("@media screen and (prefers-reduced-motion: no-preference)")
+    assert "animation:" not in still
+    hidden = [float(seconds) for seconds in re.findall(r"hide ([\d.]+)s", moving)]
+    assert hidden == sorted(hidden)
+    assert len(hidden) == 3
+    assert hidden[-1] - hidden[-2] == pytest.approx(pictures.PAUSE)
+
+
+def test_a_command_is_recorded_line_by_line(site, tmp_path):
+    import pictures
+
+    lines = pictures.run("echo one; echo $PWD/two >&2; false", tmp_path)
+    assert [line for _, line in lines] == ["one", "two"]
+
+
+def test_the_first_page_has_programs_and_what_they_print(site):
+    home = site[0].home(site[0].read_navigation())
+    assert "class Classes(lockstep.Task):" in home
+    assert "DIFFERENT from step 1" in home
+    for picture in ("docs/terminal.svg", "docs/report.png"):
+        assert f"]({picture})" in home
+        assert (ROOT / picture).stat().st_size < 150_000
+    for page in ("docs/coming-from.md", "docs/status.md"):
+        assert f"]({page})" in home
 
 
 def test_the_gallery_shows_what_its_commands_print_and_write(site, tmp_path):

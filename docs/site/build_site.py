@@ -21,6 +21,14 @@ import gallery  # noqa: E402 - beside this file, which need not be on the path
 import reference  # noqa: E402 - beside this file
 
 LIMIT = 500_000  # bytes of a page
+REPORT = """\
+## What a run leaves
+
+Checkpoints, records and a page about the run, [report.html](docs/report.md):
+
+![The top of a report: how the run ended, and its curves](docs/report.png)
+
+"""
 
 
 def read_navigation() -> dict:
@@ -53,38 +61,28 @@ def stage(target: Path, html: Path) -> None:
         if under := navigation["under"].get(page):
             text += toctree(under, hidden=True)
         write(target / page, text)
-        for link in re.findall(r"\]\(([^)#:\s]+)", text):
-            _copy_linked((ROOT / page).parent / link, target)
-    write(target / "index.md", home(navigation, generated))
+        _copy_linked(text, (ROOT / page).parent, target)
+    text = home(navigation)
+    _copy_linked(text, ROOT, target)
+    write(target / "index.md", text)
 
 
-def _copy_linked(path: Path, target: Path) -> None:
-    """Copy a file that is no page: a picture, an example."""
-    path = path.resolve()
-    if path.is_file() and path.suffix != ".md":
-        (target / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target / path.relative_to(ROOT))
+def _copy_linked(text: str, folder: Path, target: Path) -> None:
+    """Copy the files that a page of `folder` links to and that are no pages: pictures, examples."""
+    for link in re.findall(r"\]\(([^)#:\s]+)", text):
+        path = (folder / link).resolve()
+        if path.is_file() and path.suffix != ".md":
+            (target / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target / path.relative_to(ROOT))
 
 
-def home(navigation: dict, generated: dict[str, str]) -> str:
-    """Write the first page: what it is, and the pages of each section."""
+def home(navigation: dict) -> str:
+    """Write the first page: README.md without what GitHub shows elsewhere, and the picture of a report."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    intro = readme.split("\n\n")[1:3]  # the claim, and the paragraph below it
-    parts = ["# lockstep", *intro]
-    for section in navigation["section"]:
-        parts.append(f"## {section['title']}\n\n{section['about']}")
-        lines = []
-        for page in section["pages"]:
-            text = generated.get(page) or (ROOT / page).read_text(encoding="utf-8")
-            lines.append(f"- [{title_of(text)}]({page})")
-        parts.append("\n".join(lines))
+    programs, rest = readme.split("## Install\n", 1)
+    begin = rest[rest.index("## Where to begin\n") : rest.index("## Compared with")]
     trees = [toctree(section["pages"], hidden=True, caption=section["title"]) for section in navigation["section"]]
-    return "\n\n".join(parts) + "".join(trees)
-
-
-def title_of(text: str) -> str:
-    """Return a page's first heading."""
-    return re.search(r"^# (.*)$", text, re.MULTILINE)[1]
+    return programs + REPORT + begin + "".join(trees)
 
 
 def toctree(pages: list[str], *, hidden: bool, caption: str = "") -> str:

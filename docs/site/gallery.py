@@ -21,10 +21,7 @@ def render(text: str, pages: Path) -> str:
     """Return the page with its outputs, and copy the HTML pages that it shows into `pages`."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        for name, page in PROGRAMS.items():
-            source = (ROOT / page).read_text(encoding="utf-8")
-            block = re.search(r"^```python\n(.*?)^```", source, re.DOTALL | re.MULTILINE)[1]
-            (folder / name).write_text(block, encoding="utf-8")
+        write_programs(folder)
 
         def replace(match: re.Match[str]) -> str:
             if match["commands"]:
@@ -39,19 +36,32 @@ def render(text: str, pages: Path) -> str:
         return re.sub(blocks, replace, text, flags=re.DOTALL | re.MULTILINE)
 
 
+def write_programs(folder: Path) -> None:
+    """Write the programs of the two pages into a folder."""
+    for name, page in PROGRAMS.items():
+        source = (ROOT / page).read_text(encoding="utf-8")
+        block = re.search(r"^```python\n(.*?)^```", source, re.DOTALL | re.MULTILINE)[1]
+        (folder / name).write_text(block, encoding="utf-8")
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a command: this Python and the sources of this repository."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    source = os.pathsep.join([str(ROOT / "src"), str(ROOT / "packages" / "lint" / "src")])
+    return {**os.environ, "PATH": path, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
 def _run(commands: str, folder: Path) -> str:
     """Run a block by bash; return what it prints, the last 40 lines of it.
 
     Raises:
         CalledProcessError: a block has failed. A line ends in `|| test $? = 3` where exit code 3 is what it shows.
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    source = os.pathsep.join([str(ROOT / "src"), str(ROOT / "packages" / "lint" / "src")])
     script = f'set -e\nlockstep() {{ "{sys.executable}" -m lockstep "$@"; }}\n{commands}'
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
