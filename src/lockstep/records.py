@@ -209,7 +209,7 @@ TRAIN = "train/"  # prefix of the numbers of `loss` in a record
 _RECORD_NAMES = frozenset(
     (
         *("global_step", "epoch", "epoch_progress", "num_batches_remaining", "lr", "loss", "items", "running_loss"),
-        *("grad_norm", "items_per_second", "memory", "skipped_steps", "steps_left_out", "shares"),
+        *("grad_norm", "items_per_second", "memory", "skipped_steps", "spikes", "steps_left_out", "shares"),
     )
 )
 _RECORD_PREFIXES = ("data/share/", "evaluation/", "gradients/", "loading/", "time/")

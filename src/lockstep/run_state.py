@@ -73,11 +73,13 @@ class RunningSums:
         loss: sum of the steps' finite losses.
         missed: steps without a finite loss.
         numbers: exact sums of the task's own numbers, by name.
+        steps: number of steps since the record; None: those since the last multiple of `--log-freq`.
     """
 
     loss: float = field(default=0.0, metadata={"key": "running_loss"})
     missed: int = field(default=0, metadata={"key": "running_missed"})
     numbers: dict[str, list[float]] = field(default_factory=dict, metadata={"key": "running_numbers"})
+    steps: int | None = field(default=None, metadata={"key": "running_steps"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,11 @@ from toys import Ragged, taken
 import lockstep
 from lockstep import checkpoint
 from lockstep.config.sections import Data
+from lockstep.data.batches import START
 from lockstep.data.loader import generator_states
 from lockstep.data.sampler import order_from
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.training.start.defaults import describe_step
+from lockstep.training.start.defaults import describe_run
 from lockstep.training.state.plan import RunPlan
 
 SAMPLES, DRAWN = 40, 56
@@ -218,8 +219,8 @@ def test_an_own_order_may_have_epochs_of_a_length_of_its_own():
     [(40, ""), (20, "; an epoch is 20 of 40 samples"), (56, "; an epoch is 56 draws from 40 samples")],
 )
 def test_the_line_at_the_start_says_what_an_epoch_is(epoch, words):
-    plan = RunPlan(epoch, lockstep.Config(batch_size=8, micro_batch_size=2), (0, 0), 1, SAMPLES)
-    assert describe_step(plan, 1) == f"a step of 8 = 4 forwards of 2{words}"
+    plan = RunPlan(epoch, lockstep.Config(batch_size=8, micro_batch_size=2), START, 1, SAMPLES)
+    assert f" of 8 samples in 4 micro-batches of 2{words}; " in describe_run(plan, 1)
 
 
 class Noisy:

@@ -17,7 +17,7 @@ from lockstep.errors import LockstepError, PeerError, error_line, user_traceback
 from lockstep.files import retry_io
 from lockstep.guards.preemption import Preemption
 from lockstep.training.state.status import PendingStop
-from lockstep.training.step.recorder import describe_lost_ranks
+from lockstep.training.step.ending import describe_lost_ranks
 
 
 class _Mute(Exception):

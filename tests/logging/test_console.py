@@ -67,6 +67,26 @@ def test_each_record_is_one_plain_line():
     assert "\r" not in text
 
 
+def test_time_left_is_without_the_start_and_first_evaluation(monkeypatch):
+    """The first step takes 100 seconds, the first evaluation 50, every other step one."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = Console(100, stream=stream, interactive=False)
+    console.start({})
+    for step in range(1, 21):
+        now[0] += 100.0 if step == 1 else 1.0
+        console.progress(step)
+        if step == 15:
+            now[0] += 50.0
+            console.log({"global_step": 15, "evaluation/loss": 2.0})
+        if step % 10 == 0:
+            console.log(record(step))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("  1:30 left")
+    assert lines[2].endswith("  1:20 left")
+
+
 def test_callers_own_numbers_are_shown_once_whatever_their_names():
     own = {"global_step": 5, "grad_norm": 0.5, "lr": 0.25, "mine": 2.0}
     assert shown([own]).splitlines()[0] == "step 5/100  grad_norm 0.5  lr 0.25  mine 2"

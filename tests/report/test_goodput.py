@@ -61,6 +61,19 @@ def test_each_second_has_its_part(tmp_path):
     ]
 
 
+def test_a_finished_run_waits_for_nothing_until_its_extension(tmp_path):
+    path = write(
+        tmp_path / "timeline.jsonl",
+        line(1010.0, "start", 0, start=10.0),
+        line(1030.0, "end", 20, {"status": "finished"}, training=20.0),
+        line(5010.0, "start", 20, start=10.0),  # --extend-to, an hour later
+        line(5020.0, "end", 30, {"status": "finished"}, training=10.0),
+    )
+    found = goodput(path)
+    assert parts(found) == {"training": 30.0, "start": 20.0}
+    assert (found.wall, [each.lost for each in found.starts]) == (50.0, [0.0, 0.0])
+
+
 def test_what_nobody_knows_is_called_so(tmp_path):
     begun = [line(10.0, "start", 0, start=10.0), line(20.0, "at", 5, training=10.0)]
     again = line(61.0, "start", 0, start=1.0)

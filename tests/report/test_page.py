@@ -282,7 +282,8 @@ def test_troubles_and_profiles_are_told(tmp_path):
     (folder / "logs").mkdir()
     line = "2026-01-01T00:00:00.000+00:00 rank 0 WARNING step 7: the gradient's norm 9 is above 3, "
     line += "three times the usual or more"
-    (folder / "logs" / "rank-00000.log").write_text(f"{line}; and so on\n" * 30)
+    other = "2026-01-02T00:00:00.000+00:00 rank 0 WARNING another\n"
+    (folder / "logs" / "rank-00000.log").write_text(other * 20 + f"{line}; and so on\n".replace("01-01", "01-03") * 30)
     (folder / "profile" / "3-5").mkdir(parents=True)
     parts = {"compute": 60.0, "hidden_communication": 9.0, "data": 40.0}
     verdict = {
@@ -297,7 +298,8 @@ def test_troubles_and_profiles_are_told(tmp_path):
     words = " ".join(" ".join(harmless(html).words).split())
     assert "It waits for data. Problems: updates not applied, in the last start: 2; steps skipped" in words
     assert "gradient norm spikes, by the logs: 30" in words
-    assert "The last 12 of 30 warnings and errors in the logs" in words
+    assert "The last 12 of 50 warnings and errors in the logs" in words
+    assert (words.count("three times the usual or more"), words.count("another")) == (1, 11)
     assert "Next: --data.workers 4 (predicted: 1.31 times as fast)." in words
     assert "60.00 ms 60.0%" in words
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import warm
-from refusals import refuses
+from refusals import names, refuses
 from shell import environment, free_port
 
 from lockstep import cli
@@ -91,6 +91,7 @@ def test_the_commands_bits_output_and_exit_code_are_kept(folder):
     assert lines[-3] == "lockstep trace: the command ended with exit code 7"
     assert lines[-2].startswith("lockstep trace: 5 steps of 1 rank, ")
     assert "`lockstep lint train.py`" in lines[-1]
+    assert names(lines[-1], "to check")  # an offer: nothing was found
     assert json.loads((folder / "one" / FOLDER_FILE).read_text())["code"] == 7
     text = "".join(path.read_text() for path in (folder / "one").iterdir())
     assert "hunter2" not in text

@@ -34,7 +34,7 @@ from lockstep.training.start.defaults import (
     default_warmup,
     describe_data,
     describe_optimizer,
-    describe_step,
+    describe_run,
     fine_tuning_rate,
     plan_warnings,
 )
@@ -238,15 +238,21 @@ def test_batchnorm_that_is_not_trained_does_not_count():
     assert plan_warnings(horizon, frozen) == []
 
 
+def test_a_short_run_records_every_step():
+    assert [chosen(Config(max_steps=steps)).config.log_freq for steps in (5, 20, 21)] == [1, 1, 10]
+    assert chosen(Config(max_steps=5, log_freq=3)).config.log_freq == 3
+
+
 def test_what_is_said_at_the_start():
     horizon = chosen(Config(batch_size=64, max_steps=60))
-    assert describe_step(horizon, 1) == "a step of 64 in 1 forward"
+    assert describe_run(horizon, 1) == "60 steps of 64 samples; adamw, lr 0.001"
+    assert describe_run(horizon, 1, own_optimizer=True) == "60 steps of 64 samples"
     two, three = (chosen(Config(batch_size=64, max_steps=60), ranks=ranks) for ranks in (2, 3))
-    assert describe_step(two, 2) == "a step of 64 = 2 forwards of 32, over 2 ranks"
-    assert describe_step(three, 3) == "a step of 64 = 3 forwards of at most 22, over 3 ranks"
+    assert describe_run(two, 2).startswith("60 steps of 64 samples in 2 micro-batches of 32, over 2 ranks; ")
+    assert describe_run(three, 3).startswith("60 steps of 64 samples in 3 micro-batches of at most 22, over 3 ranks; ")
     exact = chosen(Config(batch_size=64, max_steps=60, exact=True), ranks=2)
-    assert describe_step(exact, 2) == "a step of 64 = 8 forwards of 8, over 2 ranks"
-    assert describe_step(chosen(Config(batch_size=1, max_steps=60)), 1) == "a step of 1 in 1 forward"
+    assert describe_run(exact, 2).startswith("60 steps of 64 samples in 8 micro-batches of 8, over 2 ranks; ")
+    assert describe_run(chosen(Config(batch_size=1, max_steps=1)), 1).startswith("1 step of 1 sample; ")
     assert describe_optimizer(horizon) == (
         "adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, weight decay 0.01, betas 0.9 and 0.999"
     )
@@ -458,7 +464,7 @@ def test_the_folder_and_the_log_show_what_was_chosen(tmp_path):
     chosen_config = chosen(config, task, task.model(), 400, ranks=2).config
     assert flatten(chosen_config, own_task=True) == read_toml(tmp_path / "r" / "config.toml")
     log = log_of(tmp_path, "r")
-    assert "a step of 40 = 2 forwards of 20, over 2 ranks" in log
+    assert "50 steps of 40 samples in 2 micro-batches of 20, over 2 ranks; adamw, lr 0.001" in log
     assert "adamw: lr 0.001, cosine to 0.1 after 2 of 50 steps of warm-up" in log
     assert '"lr": 0.001' in log
     assert "BatchNorm (" not in log

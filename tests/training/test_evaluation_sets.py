@@ -188,7 +188,7 @@ def limited(world, folder, changes=None):
 
 def test_an_epoch_is_that_many_steps_and_each_has_other_samples(tmp_path, capsys):
     found, seen, whole = limited(None, tmp_path / "whole")
-    assert "a step of 8 = 4 forwards of 2; an epoch is 16 of 40 samples" in capsys.readouterr().err
+    assert "6 steps of 8 samples in 4 micro-batches of 2; an epoch is 16 of 40 samples" in capsys.readouterr().err
     assert found == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0), (5, 2.5), (6, 3.0)]
     rows = Sentences(40).rows[:, :-1].sum(1)
     order = Shuffled(40, 0)

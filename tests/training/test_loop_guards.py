@@ -222,13 +222,19 @@ def test_a_spike_that_is_left_out_leaves_the_weights(tmp_path, policy, freq, lag
 
 
 @pytest.mark.parametrize("policy", ["warn", "off"])
-def test_a_spike_that_is_not_left_out_trains(tmp_path, policy, lag):
-    task = Task(180, bad=(samples_of(SPIKE, 180)[1],), times=1e3)
+def test_a_spike_that_is_not_left_out_trains(tmp_path, policy, lag, capsys):
+    """The first is on screen, and all are counted."""
+    task = Task(180, bad=(samples_of(SPIKE, 180)[1], samples_of(42, 180)[1]), times=1e3)
     config = settings(tmp_path, 45, guards={"spike": policy})
     assert go(None, config, task)[1] == 0
     alike(kept(tmp_path), by_hand(task, config)[0])
     said = (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
-    assert (f"step {SPIKE + 1}: the gradient's norm" in said) == (policy == "warn")
+    seen = capsys.readouterr()
+    warns = policy == "warn"
+    assert [text.count("the gradient's norm") for text in (said, seen.err)] == ([2, 1] if warns else [0, 0])
+    assert f"step {SPIKE + 1}: the gradient's norm" in seen.err or not warns
+    assert losses(tmp_path)[45].get("spikes") == (2 if warns else None)
+    assert ("gradient spikes  2 " in seen.out) == warns
     assert "steps_left_out" not in losses(tmp_path)[45]
 
 

@@ -141,7 +141,7 @@ def test_one_device_has_the_bits_of_the_plain_loop(tmp_path, kind):
     assert losses == pytest.approx(wanted, rel=1e-14)  # a record adds up losses times items
     assert all(torch.equal(mine, each) for mine, each in zip(found, weights, strict=True))
     log = (tmp_path / "one" / "logs" / "rank-00000.log").read_text()
-    assert "a step of 10 in 1 forward" in log
+    assert " steps of 10 samples" in log
 
 
 def trained(world, folder, cases):

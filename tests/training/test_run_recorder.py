@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import resource
 import signal
 import threading
@@ -26,6 +27,7 @@ from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
 from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.logging import Sinks
+from lockstep.logging.console import loss_text
 from lockstep.logging.jsonl import read
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
@@ -127,21 +129,48 @@ def by_hand(steps=11, lr=0.5):
 def test_records_hold_the_numbers_of_known_steps(tmp_path, ranks):
     run(go, ranks, settings(tmp_path), Task())
     found, wanted = [r for r in records(tmp_path) if "lr" in r], by_hand()
-    assert [r["global_step"] for r in found] == [3, 6, 9]
+    assert [r["global_step"] for r in found] == [3, 6, 9, 11]  # the last is of the run's end
     for record in found:
         done = record["global_step"]
-        window = wanted[done - 3 : done]
-        assert record["running_loss"] == pytest.approx(sum(row[0] for row in window) / 3, rel=1e-9)
+        window = wanted[done - (done % 3 or 3) : done]
+        assert record["running_loss"] == pytest.approx(sum(row[0] for row in window) / len(window), rel=1e-9)
         assert record["grad_norm"] == pytest.approx(window[-1][1], rel=1e-9)
         assert record["lr"] == pytest.approx(window[-1][2], rel=1e-12)
         assert "skipped_steps" not in record
         assert not [name for name in record if name.startswith(("loading/", "steps_left"))]
     places = [(r["epoch"], r["epoch_progress"], r["num_batches_remaining"]) for r in found]
-    assert places == [(0, 0.9, 1), (1, 0.8, 1), (2, 0.7, 1)]  # 18, 36 and 54 samples of epochs of 20
+    # 18, 36, 54 and 66 samples of epochs of 20
+    assert places == [(0, 0.9, 1), (1, 0.8, 1), (2, 0.7, 1), (3, 0.3, 3)]
     state = state_of(tmp_path)
-    assert state["running_loss"] == pytest.approx(wanted[9][0] + wanted[10][0], rel=1e-9)  # no record held these yet
+    assert state["running_loss"] == pytest.approx(
+        wanted[9][0] + wanted[10][0], rel=1e-9
+    )  # an extension goes on with these
     assert (state["global_step"], state["position"], state["epoch"], state["epoch_step"]) == (11, 66, 3, 1)
     assert (state["world_size"], state["best"]["step"]) == (ranks, 11)
+
+
+def test_a_stop_adds_no_record_and_its_summary_has_the_last_loss(tmp_path, capsys):
+    schedule = {"optim": Optim(schedule="constant", warmup_steps=0, clip=0.0, weight_decay=0.0)}
+    go(None, settings(tmp_path, stop_at=4, **schedule), Task())
+    stopped = capsys.readouterr().out
+    assert [r["global_step"] for r in records(tmp_path) if "lr" in r] == [3]
+    shown_loss = re.search(r"training loss +(\S+)", stopped)[1]
+    go(None, settings(tmp_path, **schedule), Task())
+    go(None, settings(tmp_path, extend_to=13, **schedule), Task())
+    go(None, settings(tmp_path, experiment_name="each", log_freq=1, max_steps=13, **schedule), Task())
+    each = [r["running_loss"] for r in read(tmp_path / "each" / "metrics.jsonl") if "lr" in r]
+    assert shown_loss == loss_text(each[3])
+    found = {r["global_step"]: r["running_loss"] for r in records(tmp_path) if "lr" in r}
+    assert list(found) == [3, 6, 9, 11, 12, 13]
+    assert found[12] == pytest.approx(sum(each[9:12]) / 3, rel=1e-9)  # as if the run had not ended at 11
+
+
+def test_a_changed_frequency_counts_the_steps_of_the_window(tmp_path):
+    go(None, settings(tmp_path, stop_at=5), Task())
+    go(None, settings(tmp_path, log_freq=4), Task())
+    found = {r["global_step"]: r["running_loss"] for r in records(tmp_path) if "lr" in r}
+    assert list(found) == [3, 8, 11]
+    assert found[8] == pytest.approx(sum(row[0] for row in by_hand()[3:8]) / 5, rel=1e-9)
 
 
 def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
@@ -275,7 +304,9 @@ def test_the_summary_says_what_to_do_now(tmp_path, capsys):
     go(None, settings(tmp_path, stop_at=4), Task())
     assert "stopped: saved after step 4 of 11;" in capsys.readouterr().out
     go(None, settings(tmp_path), Task())
-    assert names(capsys.readouterr().out, "finished", f"lockstep checkpoint inspect {tmp_path / 'r'}")
+    assert names(
+        capsys.readouterr().out, "finished", f"lockstep evaluate {tmp_path / 'r'}", "test_run_recorder.py:Task"
+    )
 
 
 class Sampled(Task):
@@ -370,7 +401,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         saver=SimpleNamespace(settle=lambda last: order.append(("settled", last))),
         _exchange=SimpleNamespace(progress=Progress()),
         _sinks=SimpleNamespace(close=summary.update),
-        _meter=SimpleNamespace(seconds={"steps": 100.0, "data": 40.0}),
+        _meter=SimpleNamespace(seconds={"steps": 100.0, "data": 40.0}, mean_loss=math.nan, spikes=0),
         _write_state_and_prune=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
         _uploader=None,

@@ -26,4 +26,4 @@ def lint_hint(words: Iterable[str]) -> str:
             break
     if script is None or find_spec("lockstep_lint") is None:
         return ""
-    return f"`lockstep lint {printable(script)}` reports mistakes of distributed training in the script"
+    return f"to check the script itself for common mistakes, run `lockstep lint {printable(script)}`"

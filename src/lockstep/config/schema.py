@@ -224,7 +224,9 @@ class Config:
         "tokens per sample; auto: up to 1024 of a prompt or conversation, else 128",
         tasks="causal-lm, classification",
     )
-    log_freq: int = option(10, "steps between log records", span=True)
+    log_freq: int = auto(
+        AutoInt(10), "steps between log records; auto: 10, or 1 in a run of at most 20 steps", span=True
+    )
     log_gradients: str = option(
         "off", "gradient norms in each record, by layer or by parameter group", "off", "layers", "groups"
     )

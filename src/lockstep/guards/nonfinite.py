@@ -51,6 +51,7 @@ class ReadStep(NamedTuple):
         losses: of this rank's micro-batches.
         numbers: the task's own, by name: (sum, count) of each micro-batch.
         gradients: norms by block, if the step measured them.
+        is_spike: the norm is far above that of the steps before.
     """
 
     record: StepRecord
@@ -59,6 +60,7 @@ class ReadStep(NamedTuple):
     losses: list[float]
     numbers: Mapping[str, Sequence[tuple[float, float]]] = {}
     gradients: Mapping[str, float] = {}
+    is_spike: bool = False
 
 
 class _Copy(NamedTuple):

@@ -232,6 +232,7 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         ("best evaluation", values.get("best"), str),
         (f"{items}/s", values.get("items_per_second"), count_text),
         ("time", values.get("seconds"), duration_text),
+        ("gradient spikes", values.get("spikes"), lambda count: f"{count} (the log has each)"),
         ("peak memory", memory, bytes_text),
         ("processes", values.get("world_size"), str),
         ("engine", values.get("engine"), str),
@@ -301,6 +302,8 @@ _MOVE = 0.5
 _TICK = 1.0
 # Records from which the remaining time is estimated.
 _PACE_RECORDS = 20
+# First steps of a start that the estimate leaves out: they compile, and fill caches.
+_SLOW_STEPS = 2
 # Columns. A wider bar or curve adds no detail.
 _MAX_WIDTH = 100
 
@@ -327,7 +330,11 @@ class Console:
         interactive: bool | None = None,
     ) -> None:
         self._steps = steps
+        self._start = start
         self._step = start
+        # When the latest step ended, and whether an evaluation has.
+        self._step_end = time.monotonic()
+        self._has_evaluated = False
         self._items = printable(mask(items))
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
@@ -343,7 +350,6 @@ class Console:
 
     def start(self, info: dict[str, Any]) -> None:
         """Show an empty bar, on a terminal. `info` is in the log."""
-        self._recent[0] = (self._step, time.monotonic())
         if self._page.terminal.is_terminal:
             self._bar = _Bar(self._page.terminal, self._tick)
             self._bar.draw(self._step, self._steps, None, [])
@@ -354,7 +360,10 @@ class Console:
         self._activity = []
         if "running_loss" in record:
             self._step = int(record["global_step"])
-            self._recent.append((self._step, time.monotonic()))
+            self._add_pace()
+        elif "evaluation/loss" in record and not self._has_evaluated:
+            self._has_evaluated = True
+            self._leave_out(time.monotonic() - self._step_end)
         if self._bar is None:
             # Such a line has only lockstep's own text. Masking it would take a quarter of a record's time.
             is_own = "running_loss" in record and "evaluation/loss" not in record and not _task_names(record)
@@ -365,6 +374,10 @@ class Console:
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
         """Move the bar, now and then; during an evaluation show (done, total)."""
         self._step = step
+        if evaluated is None:
+            self._step_end = time.monotonic()
+            if step <= self._start + _SLOW_STEPS:
+                self._recent[0] = (step, self._step_end)
         if evaluated:
             self._activity = [f"evaluating {evaluated[0]}/{evaluated[1]}"]
         else:
@@ -383,8 +396,9 @@ class Console:
         After it come the curve, a sample, the files and the last line.
 
         Args:
-            summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second and
-                memory (missing ones are taken from the records), seconds, world_size, engine; `sample`, generated text;
+            summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second,
+                spikes and memory (missing ones are taken from the records), seconds, world_size, engine; `sample`,
+                generated text;
                 `files`, paths or {name: path}; `waits`, the largest loss of time; `next`, the last line. None if the
                 run failed.
         """
@@ -407,6 +421,16 @@ class Console:
         self._latest = {**self._latest, **record, **({"memory": peak} if peak else {})}
         if "running_loss" in record:
             self._losses.append((float(record["global_step"]), float(record["running_loss"])))
+
+    def _add_pace(self) -> None:
+        """Note when the step of a record ended, for the remaining time."""
+        if self._step > self._start + _SLOW_STEPS:
+            self._recent.append((self._step, time.monotonic()))
+
+    def _leave_out(self, seconds: float) -> None:
+        """Leave `seconds` out of the pace, as those of the first evaluation, which compiles too."""
+        for index, (step, ended) in enumerate(self._recent):
+            self._recent[index] = (step, ended + seconds)
 
     def _time_left(self) -> float | None:
         """Return the seconds until the last step at the recent pace; None if unknown."""
@@ -435,7 +459,11 @@ class Console:
         if "epoch" in summary:
             # The epoch's progress belongs to the last record, and the summary counts whole epochs.
             self._latest.pop("epoch_progress", None)
-        rows = summary_rows({**self._latest, **summary}, self._steps, self._items)
+        values = {**self._latest, **summary}
+        if "running_loss" in summary and "global_step" in summary:
+            # Steps after the last record.
+            self._losses.append((float(summary["global_step"]), float(summary["running_loss"])))
+        rows = summary_rows(values, self._steps, self._items)
         margin = max((len(name) for name, _ in rows), default=0)
         self._page.line("")
         for name, value in rows:

@@ -481,6 +481,9 @@ def _read_logs(facts: RunFacts) -> None:
             if match:
                 facts.warned += 1
                 facts.spikes += _SPIKE in line
+                # The first of them is enough to see.
+                if _SPIKE in line and facts.spikes > 1:
+                    continue
                 when, rank, level, text = (field.decode("utf-8", "replace") for field in match.groups())
                 rank_lines.append((format_value(when[:19], 20), rank[:6], level, format_value(text, 300)))
         newest_lines = deque(sorted([*newest_lines, *rank_lines])[-_LINES:], _LINES)

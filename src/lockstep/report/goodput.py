@@ -5,9 +5,9 @@
     show(folder, as_json=False)                       # the table
 
 `lockstep.timeline` writes the file during the run. The parts add up to the wall time. A process's own parts come from a
-monotonic clock; the time between two processes is the difference of wall clocks. Steps missing from the checkpoint of a
-later start ran again: all time spent on them is "redone". The time of a line that covers both kinds of steps is divided
-by the number of steps.
+monotonic clock; the time between two processes is the difference of wall clocks. The time between a finished run and
+its extension does not count. Steps missing from the checkpoint of a later start ran again: all time spent on them is
+"redone". The time of a line that covers both kinds of steps is divided by the number of steps.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class Start:
         first, last: steps before it, and at its last line.
         world: ranks at its start.
         ended: a status of `run.Result`, "failed" or "rolled back"; "" without a record of its end, or while it runs.
-        lost: seconds from the previous line to its start.
+        lost: seconds from the previous line to its start; 0 if the run was finished before.
         losses: how often it continued after a rank was lost or joined.
     """
 
@@ -134,7 +134,7 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """Seconds from the first process's start to the last line."""
+        """Seconds from the first process's start to the last line, except between a finished run and its extension."""
         return math.fsum(self.seconds.values())
 
     @property
@@ -215,8 +215,9 @@ def goodput(path: Path) -> Goodput:
     pieces = list[_Piece]()
     # The time of the last line.
     before: float | None = None
-    # Whether the previous process recorded its end.
+    # Whether the previous process recorded its end, and whether the run was finished then.
     end_recorded = False
+    finished = False
     step = 0
     bad = 0
     for line in _lines(path):
@@ -227,8 +228,9 @@ def goodput(path: Path) -> Goodput:
         # The file may have lost its first line, so any first line counts as a start.
         if line["what"] == "start" or not account.starts:
             began = line["t"] - sum(seconds_by_part.values())
-            gap = max(0.0, began - before) if before is not None else 0.0
-            if before is not None:
+            # A finished run waits for nothing: the time until `--extend-to` continues it is not part of the run.
+            gap = max(0.0, began - before) if before is not None and not finished else 0.0
+            if before is not None and not finished:
                 _split_gap(account, before, began, gap, end_recorded, line.get("ended"))
             _mark_redone(pieces, line["step"], account)
             account.starts.append(Start(line["t"], line["step"], line["step"], line.get("world", 1), lost=gap))
@@ -246,6 +248,7 @@ def goodput(path: Path) -> Goodput:
         step = line["step"]
         before = line["t"]
         end_recorded = line["what"] == "end"
+        finished = end_recorded and line.get("status") == "finished"
         account.starts[-1].last = step
         account.starts[-1].ended = line.get("status", "ended") if end_recorded else ""
     if not account.starts:

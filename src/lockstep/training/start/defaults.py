@@ -41,12 +41,13 @@ __all__ = [
     "TASK_DEFAULTS",
     "all_devices_fast",
     "batchnorm_names",
+    "default_log_freq",
     "default_warmup",
     "describe_data",
     "describe_idle_ranks",
     "describe_loss",
     "describe_optimizer",
-    "describe_step",
+    "describe_run",
     "find_largest_micro_batch",
     "fine_tuning_rate",
     "has_synchronised",
@@ -83,6 +84,8 @@ ADAM_DEFAULTS: dict[str, float] = {"optim.weight_decay": 0.0}
 # He et al., arXiv 1512.03385, with a batch of 16 to 32.
 SGD_DEFAULTS: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}
 
+# Steps between records.
+_LOG_FREQ = 10
 # Warm-up: 1/20 of the steps, at most 50.
 _WARMUP_DIVISOR = 20
 _MAX_WARMUP = 50
@@ -103,8 +106,26 @@ def default_warmup(steps: int, shape: str = "") -> int:
     return min(_MAX_WARMUP, steps // _WARMUP_DIVISOR)
 
 
-def describe_step(run_plan: RunPlan, ranks: int) -> str:
-    """Return a line about a step: `a step of 64 = 2 forwards of 32`."""
+def default_log_freq(steps: int) -> int:
+    """Return the default steps between records: 10, or 1 in a run that would have two records at most."""
+    return _LOG_FREQ if steps > 2 * _LOG_FREQ else 1
+
+
+def describe_run(run_plan: RunPlan, ranks: int, *, own_optimizer: bool = False) -> str:
+    """Describe a run in a line: `60 steps of 64 samples; adamw, lr 0.001`.
+
+    Args:
+        ranks: number of them.
+        own_optimizer: the optimizer is the task's, so it is not described.
+    """
+    config = run_plan.config
+    steps = run_plan.step_plan.steps
+    optimizer = "" if own_optimizer else f"; {config.optim.name}, lr {config.lr:g}"
+    return f"{steps:,} step{'s' * (steps != 1)} of {_describe_step(run_plan, ranks)}{optimizer}"
+
+
+def _describe_step(run_plan: RunPlan, ranks: int) -> str:
+    """Describe what a step trains on: `64 samples in 2 micro-batches of 32`."""
     config = run_plan.config
     count = config.micro_batches
     over = f", over {ranks} ranks" if ranks > 1 else ""
@@ -114,16 +135,17 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
     else:
         verb = "draws from"
     if config.batch_tokens:
-        forwards = f"{count} forward{'s' * (count > 1)} of at most {config.micro_batch_tokens:,}"
-        return f"a step of at most {config.batch_tokens:,} tokens = {forwards}{over}"
+        parts = f"{count} micro-batch{'es' * (count > 1)} of at most {config.micro_batch_tokens:,}"
+        return f"at most {config.batch_tokens:,} tokens in {parts}{over}"
     if run_plan.grouped:
-        return f"a step of {count} list{'s' * (count > 1)} of the batch sampler, {run_plan.samples:,} in an epoch{over}"
+        return f"{count} list{'s' * (count > 1)} of the batch sampler, {run_plan.samples:,} in an epoch{over}"
     epoch_note = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.dataset_samples:,} samples"
     over += epoch_note if run_plan.samples != run_plan.dataset_samples else ""
+    samples = f"{config.batch_size} sample{'s' * (config.batch_size > 1)}"
     if count == 1:
-        return f"a step of {config.batch_size} in 1 forward{over}"
+        return f"{samples}{over}"
     most = "at most " if config.batch_size % config.micro_batch_size else ""
-    return f"a step of {config.batch_size} = {count} forwards of {most}{config.micro_batch_size}{over}"
+    return f"{samples} in {count} micro-batches of {most}{config.micro_batch_size}{over}"
 
 
 def prompt_defaults(samples: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ from lockstep.training.start.defaults import (
     describe_data,
     describe_loss,
     describe_optimizer,
-    describe_step,
+    describe_run,
     plan_warnings,
 )
 from lockstep.training.state import run_dir
@@ -128,18 +128,19 @@ def _run_metadata(built: RunParts) -> dict[str, Any]:
 
 
 def announce(built: RunParts) -> None:
-    """Log each rank's device, the size of a step, the optimizer and warnings."""
+    """Log each rank's device, the run in one line, the optimizer and warnings."""
     if built.world.is_main:
         log_ranks(built.setup.places)
     if line := describe_data(built.run_plan, built.task.data_facts):
         _LOG.info(line)
-    _LOG.info(describe_step(built.run_plan, built.world.size))
+    has_optimizer = has_own(built.task, "optimizer")
+    _LOG.info(describe_run(built.run_plan, built.world.size, own_optimizer=has_optimizer))
     if line := describe_loss(built.run_plan, built.task):
         _LOG.info(line)
     for line in built.batches.describe():
         _LOG.info(line)
-    if not has_own(built.task, "optimizer"):
-        _LOG.info(describe_optimizer(built.run_plan))
+    if not has_optimizer:
+        _LOG.info(describe_optimizer(built.run_plan), extra={"only_file": True})
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
     if built.setup.remote:

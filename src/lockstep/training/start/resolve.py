@@ -44,6 +44,7 @@ from lockstep.training.start.defaults import (
     SGD_DEFAULTS,
     TASK_DEFAULTS,
     batchnorm_names,
+    default_log_freq,
     default_warmup,
     fine_tuning_rate,
     is_device_default,
@@ -437,6 +438,7 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
         "eval_micro_batch_size": _evaluation_size(config, facts, size if cut == FIXED else 0),
         "eval_workers": config.data.workers,
+        "log_freq": default_log_freq(steps),
     }
     values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _spans_in_steps(run_plan)
     return dataclasses.replace(run_plan, config=cli.build({**cli.flatten(config), **values}))

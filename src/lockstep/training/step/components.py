@@ -34,10 +34,11 @@ from lockstep.training.evaluation import all_numbers
 from lockstep.training.state.parts import RunParts
 from lockstep.training.state.status import HookContext, ReadNumbers, RunStatus, update_best
 from lockstep.training.step.empty_batches import EmptyBatchCheck
+from lockstep.training.step.ending import describe_lost_ranks
 from lockstep.training.step.guards import RunGuards, ShareReporter
 from lockstep.training.step.loss_watch import LossWatch
 from lockstep.training.step.profiler import StepProfiler
-from lockstep.training.step.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
+from lockstep.training.step.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder
 from lockstep.training.trial.compilation import choose_kernels
 
 __all__ = [
@@ -181,7 +182,8 @@ class StepComponents:
         """Log each rank's memory. Collective."""
         # One line has the memory of all ranks; once, after step 1.
         footprints = self.built.world.gather(footprint(self.built.engine))
-        _LOG.info(describe(name_of(self.built.config.engine, self.built.world), footprints))
+        line = describe(name_of(self.built.config.engine, self.built.world), footprints)
+        _LOG.info(line, extra={"only_file": True})
 
     def leave_early(self, status: RunStatus, heartbeats: Heartbeats | None, now: bool) -> None:
         """End a run whose loop the caller left in the body of a step.
@@ -272,7 +274,8 @@ def build_components(status: RunStatus, built: RunParts) -> StepComponents:
     exchange.engine_steps = built.start
     built.exchange = exchange
     sums = built.state.running
-    meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
+    steps = built.start % built.config.log_freq if sums.steps is None else sums.steps
+    meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers, steps)
     status.outputs.timeline.measures(lambda: clock.spent().get("data", 0.0))
     losses = describe_lost_ranks(ranks.lost, world.size, ranks.initial_size)
     recorder = RunRecorder(built, meter, status.outputs, exchange, survives_loss=survives_losses, lost_ranks=losses)

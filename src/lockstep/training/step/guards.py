@@ -318,6 +318,7 @@ class RunGuards:
             built.state.steps_left_out = len(self._skipped_steps)
         self._reader = DeferredReader(built.world.device)
         self._spike = Spike()
+        self._has_warned_of_spike = False
         # The parameters whose norms the spike guard has seen.
         self._spike_digest = trained_digest(built.state.trained)
         if stored := built.state.spike:
@@ -376,8 +377,7 @@ class RunGuards:
             Rollback: the run rolls back.
         """
         for step in self._reader.add(record, self._step_loader.present):
-            self._check(step)
-            yield step
+            yield self._check(step)
 
     def flush(self, *, check: bool = True) -> Iterator[ReadStep]:
         """Yield the steps that `read` has not yielded yet; raises the same errors.
@@ -386,9 +386,7 @@ class RunGuards:
             check: False if the run is failing by another error.
         """
         for step in self._reader.rest():
-            if check:
-                self._check(step)
-            yield step
+            yield self._check(step) if check else step
 
     def after_step(self, record: StepRecord, *, saves: bool = False) -> None:
         """Check for stragglers, and compare the replicas if that is due.
@@ -448,16 +446,19 @@ class RunGuards:
         if self._config.spike != "off":
             self._built.state.spike = self._spike.state(self._spike_digest)
 
-    def _check(self, step: ReadStep) -> None:
+    def _check(self, step: ReadStep) -> ReadStep:
+        """Check a step, and return it, with a mark if its gradient is a spike."""
         number = step.record.step
         if number in self._skipped_steps:
-            return
+            return step
         # The norm is the same on every rank.
         if not math.isfinite(step.norm):
             if self._is_real_fault(step):
                 self._handle_gradient(step)
         elif self._config.spike != "off" and self._spike.sees(number, step.norm):
             self._handle_spike(step)
+            return step._replace(is_spike=True)
+        return step
 
     def _is_real_fault(self, step: ReadStep) -> bool:
         """Whether the gradient overflowed for another reason than a large float16 loss scale.
@@ -525,7 +526,11 @@ class RunGuards:
         if self._config.spike != "warn":
             self._skip_step(number, message, self._config.spike)
         elif self._built.world.is_main:
-            _LOG.warning("%s; --guards.spike skip or rollback would skip it", message)
+            if self._has_warned_of_spike:
+                _LOG.warning("%s", message, extra={"only_file": True})
+            else:
+                _LOG.warning("%s; --guards.spike skip or rollback would skip it; later ones are counted", message)
+            self._has_warned_of_spike = True
 
     def _skip_step(self, step: int, message: str, action: str) -> None:
         if action == "stop":

@@ -53,6 +53,7 @@ from lockstep.training.state.selection import (
     update_plateau,
 )
 from lockstep.training.state.trained_set import store_trained_set
+from lockstep.training.step.ending import next_command
 from lockstep.transforms.precision import eager
 
 __all__ = [
@@ -60,7 +61,6 @@ __all__ = [
     "EXIT_SAVED",
     "Meter",
     "RunRecorder",
-    "describe_lost_ranks",
     "peak_memory",
 ]
 
@@ -91,6 +91,10 @@ class Meter:
         running_loss: sum of the losses of steps that an earlier process trained in this window.
         non_finite: number of those steps whose loss is not finite, and so not in the sum.
         numbers: exact sums of the task's own numbers in those steps, by name.
+        steps: number of those steps.
+
+    Attributes:
+        spikes: gradient spikes since this start of the run.
     """
 
     def __init__(
@@ -101,16 +105,19 @@ class Meter:
         running_loss: float = 0.0,
         non_finite: int = 0,
         numbers: Mapping[str, Sequence[float]] | None = None,
+        steps: int = 0,
     ) -> None:
         self._exchange = exchange
         self._clock = clock
         self._device = device
         self.running_loss = running_loss
         self.non_finite = non_finite
+        self.steps = steps
         self.numbers = {name: list(sums) for name, sums in (numbers or {}).items()}
         self._pending: list[_PendingStep] = []
         # Since this start of the run.
         self.skipped_steps = 0
+        self.spikes = 0
         # Seconds by activity, without the first window, which includes the start.
         self._seconds: dict[str, float] | None = None
         self._items = 0.0
@@ -120,6 +127,7 @@ class Meter:
         """Add a step whose numbers have been read."""
         self._pending.append(_PendingStep(step.losses, step.norm, step.record.items, step.numbers, step.gradients))
         self._items += step.record.items
+        self.spikes += step.is_spike
         applied = step.record.applied
         limit = step.record.limit
         # None: the device decided, by the norm.
@@ -148,6 +156,7 @@ class Meter:
             totals = []
         if not steps:
             return {"grad_norm": math.nan}, totals
+        self.steps += len(steps)
         for step, total in zip(steps, totals, strict=False):
             loss = total / (step.items or 1)
             if math.isfinite(loss):
@@ -172,15 +181,26 @@ class Meter:
             parts = [self.numbers.get(name, [0.0] * 6), *(row[at : at + 6] for row in rows)]
             self.numbers[name] = merge_sums(parts)
 
-    def read(self, log_freq: int, counts: Sequence[float] = ()) -> tuple[dict[str, Any], list[float]]:
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of the flushed steps since the last record; NaN without a step that has a finite one."""
+        count = self.steps - self.non_finite
+        return self.running_loss / count if count > 0 else math.nan
+
+    def read(
+        self, log_freq: int, counts: Sequence[float] = (), *, ends_window: bool = True
+    ) -> tuple[dict[str, Any], list[float]]:
         """Return the window's record and the summed counts, and begin another window. Collective.
 
         Args:
+            log_freq: steps of the window.
             counts: see `flush`.
+            ends_window: False: the run ends within the window; an extension of the run continues it.
 
         Returns:
             The record has running_loss, grad_norm, items_per_second, memory (bytes), time/PART (milliseconds),
-            skipped_steps if any, and where there are any train/NAME (the task's own numbers) and gradients/NAME.
+            skipped_steps and spikes if any, and where there are any train/NAME (the task's own numbers) and
+            gradients/NAME.
         """
         norms, counted = self.flush(*counts)
         laps = self._clock.read()
@@ -191,9 +211,8 @@ class Meter:
             for name in ("data", "exchange"):
                 self._add_seconds(name, 1e-3 * log_freq * laps.get(name, 0.0))
         window_end = time.perf_counter()
-        count = log_freq - self.non_finite
         record = {
-            "running_loss": self.running_loss / count if count > 0 else math.nan,
+            "running_loss": self.mean_loss,
             "grad_norm": norms.pop("grad_norm"),
             "items_per_second": self._items / max(window_end - self._window_start, 1e-9),
             "memory": peak_memory(self._device),
@@ -202,12 +221,16 @@ class Meter:
         }
         if self.skipped_steps:
             record["skipped_steps"] = self.skipped_steps
+        if self.spikes:
+            record["spikes"] = self.spikes
         record |= {f"{TRAIN}{name}": value for name, value in mean_numbers(self.numbers).items()} | norms
-        self.running_loss = 0.0
-        self.non_finite = 0
         self._items = 0
         self._window_start = window_end
-        self.numbers = {}
+        if ends_window:
+            self.running_loss = 0.0
+            self.non_finite = 0
+            self.steps = 0
+            self.numbers = {}
         return record, counted
 
     def pause(self, seconds: float, part: str = "") -> None:
@@ -292,25 +315,33 @@ class RunRecorder:
         self.window: dict[str, Any] = {}
 
     def ends_window(self, record: StepRecord) -> bool:
-        """Whether a record is due with this step."""
+        """Whether a window ends with this step."""
         return (record.step + 1) % self._every == 0
+
+    def record_due(self, record: StepRecord) -> bool:
+        """Whether a record is due with this step: a window ends, or the run.
+
+        A stop before the run's end writes none, so that a resumed run has the records of an undisturbed one.
+        """
+        return self.ends_window(record) or record.step + 1 == self._built.run_plan.step_plan.steps
 
     def expect(self, record: StepRecord) -> None:
         """Hold back other records until the delayed record of this step is written."""
-        if self.ends_window(record) and self._built.world.is_main:
+        if self.record_due(record) and self._built.world.is_main:
             self._sinks.expect()
 
     def log(self, record: StepRecord) -> None:
-        """Write the window's record if it ends with this step. Collective."""
-        if self.ends_window(record):
+        """Write a record if it is due with this step. Collective."""
+        if self.record_due(record):
             with trace_mark("record"):
                 self._log(record)
 
     def _log(self, record: StepRecord) -> None:
         built = self._built
-        progress = built.place(record.step + 1)
         failures = [*loading_failures(built.loaders), float(built.setup.training.retry_dataset.fetches)]
-        numbers, totals = self._meter.read(built.config.log_freq, failures)
+        done = record.step + 1
+        steps = done % self._every or self._every
+        numbers, totals = self._meter.read(steps, failures, ends_window=self.ends_window(record))
         self.window = numbers
         totals.append(float(built.state.steps_left_out or 0))
         repairs = {}
@@ -320,7 +351,8 @@ class RunRecorder:
         if built.balancer:
             numbers["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
-            shares = built.batches.shares(record.step + 1 - built.config.log_freq, record.step + 1)
+            progress = built.place(done)
+            shares = built.batches.shares(done - steps, done)
             numbers |= {f"data/share/{name}": share for name, share in shares.items()}
             position = {
                 "global_step": progress.global_step,
@@ -415,7 +447,7 @@ class RunRecorder:
         state.plan = built.setup.plan
         state.world_size = built.world.size
         state.stream = built.batches.stream_state(done, built.world)  # collective for a stream
-        state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
+        state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers, meter.steps)
         store_trained_set(built.engine, state)
         built.store_groups()
 
@@ -522,6 +554,9 @@ class RunRecorder:
                 "experiment": built.config.experiment_name,
                 "complete": complete,
                 **_drop_unknown(dataclasses.asdict(built.place(self.saved_step))),
+                # Of the steps since the last record, if there are any.
+                **({} if math.isnan(loss := self._meter.mean_loss) else {"running_loss": loss}),
+                "spikes": self._meter.spikes or None,
                 "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
@@ -562,37 +597,9 @@ class RunRecorder:
             return "finished; nothing was saved (--checkpoint.mode none)"
         if step >= total:
             end = f"finished {self.lost_ranks}" if self.lost_ranks else "finished"
-            return f"{end}; to inspect the checkpoint: lockstep checkpoint inspect {self._built.setup.folder.path}"
+            return f"{end}; next: {next_command(self._built)}"
         end = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
         return f"{end}: saved after step {step} of {total}; to continue, run the same command"
-
-
-# Failures that one line describes.
-_NAMED = 3
-
-
-def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> str:
-    """Describe the ranks that a run lost; "" for none.
-
-    Args:
-        losses: a line for each.
-        size: number of ranks now.
-        initial_size: number of ranks before the first loss.
-    """
-    if not losses:
-        return ""
-    if len(losses) == 1:
-        ranks = "1 rank was"
-    else:
-        ranks = f"{len(losses)} ranks were"
-    if len(losses) > _NAMED:
-        more = f" (the first {_NAMED} of {len(losses)} losses)"
-    else:
-        more = ""
-    causes = "; then ".join(losses[:_NAMED]) + more
-    if size >= initial_size:
-        return f"after {ranks} lost and replaced: {causes}"
-    return f"on {size} of {initial_size} ranks: {causes}"
 
 
 def _drop_unknown(position: dict[str, Any]) -> dict[str, Any]:
