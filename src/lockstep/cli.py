@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import end_with_launcher
 from lockstep.errors import RESERVED_CODES, ConfigError, LockstepError, UsageError
+from lockstep.extras import install_extra
 
 __all__ = ["main"]
 
@@ -169,7 +170,7 @@ def completion_command(argv: list[str]) -> int:
     try:
         shtab = importlib.import_module("shtab")
     except ImportError as error:
-        raise ConfigError("completion needs shtab: install the extra completion of torch-lockstep") from error
+        raise ConfigError(f"completion needs shtab: {install_extra('completion')}") from error
     root = argparse.ArgumentParser(prog="lockstep")
     commands = root.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, (_, _, text) in COMMANDS.items():

@@ -26,6 +26,7 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
 from lockstep.errors import FINAL_CODES, ConfigError, LockstepError
+from lockstep.extras import install_extra
 from lockstep.launch.secret import SECRET_VARIABLE
 from lockstep.launch.workers import life_pipe, private_folder
 
@@ -179,7 +180,7 @@ def _import_ray() -> Any:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"lockstep.ray needs the package ray ({error.name} is missing): install the extra ray of torch-lockstep"
+            f"lockstep.ray needs the package ray ({error.name} is missing): {install_extra('ray')}"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Lengths in epochs and as a share of the plan: read from flags, Python and files, and turned into steps once."""
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -84,13 +85,48 @@ def test_what_is_no_length_is_refused(text):
     assert "2epochs" not in str(caught.value)
 
 
-def test_evaluation_after_each_epoch_also_where_the_run_stopped(tmp_path):
+def evaluated_steps(folder):
+    return [record["global_step"] for record in records(folder / "r" / "metrics.jsonl") if "evaluation/loss" in record]
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [("1epoch", [5, 10, 15]), ("auto", [10, 15])])
+def test_evaluation_after_each_epoch_also_where_the_run_stopped(tmp_path, frequency, steps):
     """40 samples in steps of 8: five steps an epoch."""
-    settings = {"max_steps": 0, "num_epochs": 3, "eval_freq": "1epoch", "ckpt_freq": "20%"}
+    settings = {"max_steps": 0, "num_epochs": 3, "eval_freq": frequency, "ckpt_freq": "20%"}
     taken(config(tmp_path, **settings), Ragged(), leave_at=7)
     taken(config(tmp_path, **settings), Ragged())
-    found = [
-        record["global_step"] for record in records(tmp_path / "r" / "metrics.jsonl") if "evaluation/loss" in record
-    ]
-    assert found == [5, 10, 15]
-    assert "eval_freq = 5\n" in (tmp_path / "r" / "config.toml").read_text()
+    assert evaluated_steps(tmp_path) == steps
+    assert f"eval_freq = {steps[0]}\n" in (tmp_path / "r" / "config.toml").read_text()
+    # An extension counts steps, and the user epochs.
+    taken(config(tmp_path, **settings, extend_to=22), Ragged())
+    assert evaluated_steps(tmp_path) == [*steps, 20, 22]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "steps"),
+    [((), 13), ((200,), 13), ((201,), 19), ((150, 170), 25), ((601,), 0)],
+)
+def test_evaluations_never_have_more_samples_than_training(evaluated, steps):
+    """100 samples in steps of 16, six epochs: an epoch is 6.25 steps, and two have more than ten."""
+    facts = dataclasses.replace(Facts.of(Ragged(), Network(), samples=100), evaluation=evaluated)
+    assert resolve(Config(num_epochs=6), facts).config.eval_freq == steps
+    # Ten micro-batches of each set.
+    few = Config(num_epochs=6, limit_eval_batches=10, eval_micro_batch_size=2)
+    assert resolve(few, facts).config.eval_freq == 13
+    assert resolve(Config(num_epochs=6, max_steps=20), facts).config.eval_freq == 0
+    assert resolve(Config(num_epochs=1), facts).config.eval_freq == 0
+    stream = dataclasses.replace(facts, samples=0, epoch=0, is_stream=True)
+    assert resolve(Config(max_steps=20), stream).config.eval_freq == 0
+    # A group of this order has four samples.
+    grouped = dataclasses.replace(facts, epoch=25, grouped=True)
+    assert resolve(Config(num_epochs=6, batch_size=4), grouped).config.eval_freq == steps
+    larger = dataclasses.replace(facts, samples=10_000, epoch=10_000)
+    assert resolve(Config(num_epochs=6), larger).config.eval_freq == 625
+
+
+def test_patience_needs_evaluations_before_the_end():
+    facts = Facts.of(Ragged(), Network(), samples=100)
+    assert resolve(Config(num_epochs=3, patience=1), facts).config.eval_freq == 13
+    for settings in ({"num_epochs": 1}, {"max_steps": 20}):
+        with refuses(ConfigError, "patience", "eval_freq"):
+            resolve(Config(patience=1, **settings), facts)

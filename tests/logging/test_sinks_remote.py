@@ -1,5 +1,6 @@
 """Sinks beside metrics.jsonl: what was written is read back; nothing secret is in it; no failure stops a run."""
 
+import contextlib
 import csv
 import json
 import os
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from refusals import refuses
 from toys import Ragged
 
 import lockstep
@@ -174,9 +177,11 @@ def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(tmp_path, monkey
     monkeypatch.setattr("wandb.init", refuse)
     training = lockstep.Run(settings(tmp_path, tensorboard=True, wandb=True), Ragged())
     assert len(list(training)) == 4
-    said = capsys.readouterr().err
-    assert len(re.findall(r"TensorBoard failed\b.*ConnectionError: no route", said)) == 1
-    assert len(re.findall(r"WandB failed\b.*ConnectionError: no route", said)) == 1
+    shown = capsys.readouterr()
+    for name in ("TensorBoard", "WandB"):
+        # In the log, and on the last screen.
+        for text in (shown.err, shown.out):
+            assert len(re.findall(rf"{name} failed\b.*ConnectionError: no route", text)) == 1
 
 
 def test_missing_package_ends_it_before_writing(tmp_path, monkeypatch):
@@ -189,6 +194,37 @@ def test_missing_package_ends_it_before_writing(tmp_path, monkeypatch):
             list(lockstep.Run(config, Ragged()))
     assert not list(tmp_path.glob("r"))
     assert remote_sinks(settings(tmp_path), tmp_path, 0, "ab12") == []
+
+
+def test_wandb_without_a_key_ends_it_before_writing(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.chdir(tmp_path)
+    # W&B reads the environment once in a process.
+    settings_of_wandb = SimpleNamespace(mode="online", api_key=None, base_url="https://tracker.example")
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings_of_wandb))
+    config = settings(tmp_path, wandb=True)
+    with refuses(ConfigError, "wandb", "WANDB_API_KEY", "WANDB_MODE=offline"):
+        lockstep.train(config, Ragged())
+    assert list(tmp_path.iterdir()) == []
+    # Another rank than the first opens no sink.
+    check(config, is_main=False)
+    for name, value in (("WANDB_API_KEY", "k" * 40), ("WANDB_MODE", "offline"), ("WANDB_MODE", "disabled")):
+        with monkeypatch.context() as set_here:
+            set_here.setenv(name, value)
+            check(config)
+    for name, value in (("mode", "offline"), ("api_key", "k" * 40)):
+        with monkeypatch.context() as set_here:
+            set_here.setattr(settings_of_wandb, name, value)
+            check(config)
+    with monkeypatch.context() as set_here:
+        set_here.setattr("wandb.run", object())
+        check(config)
+    logins = tmp_path / "logins"
+    monkeypatch.setenv("NETRC", str(logins))
+    for host, is_known in (("api.wandb.ai", False), ("tracker.example", True)):
+        logins.write_text(f"machine {host} login user password {'k' * 40}\n")
+        with contextlib.nullcontext() if is_known else refuses(ConfigError, "wandb"):
+            check(config)
 
 
 def rows(folder):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.report.goodput import waits
+from lockstep.report.goodput import advise_workers, waits
 
 HEALTHY = {"steps": 100.0, "data": 5.0, "exchange": 20.0, "saves": 2.0, "evaluation": 15.0}
 
@@ -53,3 +53,21 @@ def test_a_healthy_run_is_silent():
 def test_so_is_a_short_one():
     assert waits({"steps": 9.0, "data": 8.0}, workers=0, ranks=1) == ""
     assert waits({}, workers=0, ranks=1) == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "cores", "words"),
+    [
+        (40.0, 4, "40% of a step: try --data.workers 4"),
+        (40.0, 64, "--data.workers 8"),
+        (40.0, 0, "--data.workers 1"),
+        (20.0, 4, ""),
+        # A quarter of a short step is nothing.
+        (0.4, 4, ""),
+    ],
+)
+def test_loader_processes_are_proposed_where_loading_costs_much(data, cores, words):
+    rest = 100.0 - data if data > 1 else 0.6
+    found = advise_workers({"data": data, "forward": rest / 2, "backward": rest / 2}, cores)
+    assert found.endswith(words)
+    assert bool(found) == bool(words)

@@ -123,6 +123,7 @@ def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
     given = Config(
         lr=0.5,
         micro_batch_size=8,
+        eval_freq=50,
         eval_micro_batch_size=4,
         eval_workers=1,
         optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0, floor=0.2),

@@ -160,7 +160,7 @@ def test_a_rollback_goes_back_to_the_rate_of_its_step(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="optim.schedule plateau needs eval_freq"):
-        Config(optim={"schedule": "plateau"})
+        Config(eval_freq=0, optim={"schedule": "plateau"})
     with pytest.raises(ConfigError, match="plateau_patience is -1"):
         Config(eval_freq=1, optim={"schedule": "plateau", "plateau_patience": -1})
     with refuses(ConfigError, "--optim.schedule plateau", "dataset('evaluation')"):

@@ -29,7 +29,7 @@ CONFIGS = st.builds(
     eval_workers=st.sampled_from(["auto", 1]),
     precision=st.sampled_from(["auto", "bf16", "float32"]),
     compile=st.sampled_from(["auto", True, False]),
-    eval_freq=LENGTHS,
+    eval_freq=st.one_of(st.just("auto"), LENGTHS),
     ckpt_freq=LENGTHS,
     limit_train_batches=st.sampled_from([0, 3, "50%"]),
     optim=st.fixed_dictionaries({"warmup_steps": st.one_of(st.just("auto"), LENGTHS), "floor": st.just("auto")}),
@@ -58,6 +58,7 @@ FACTS = st.builds(
     batchnorm=st.booleans(),
     samples=st.integers(500, 600),
     epoch=st.integers(500, 900),
+    evaluation=st.sampled_from([(), (40,), (700, 300)]),
 )
 
 

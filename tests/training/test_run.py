@@ -47,6 +47,7 @@ def test_the_folder_of_a_run(tmp_path):
         "optim.floor": 0.1,
         "eval_micro_batch_size": settings.micro_batch_size,
         "eval_workers": 0,
+        "eval_freq": 0,
         "compile": False,
     }  # which are chosen by the task, the plan and the device
     state = json.loads((path / "state.json").read_text())

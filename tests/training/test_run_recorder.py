@@ -24,7 +24,7 @@ from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint, Data, Optim
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
-from lockstep.errors import LockstepError, PeerError
+from lockstep.errors import SETTINGS, LockstepError, PeerError
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.logging import Sinks
 from lockstep.logging.console import loss_text
@@ -227,6 +227,30 @@ def test_without_a_frequency_evaluation_comes_only_at_the_end(tmp_path):
     assert not [r for r in records(tmp_path) if "evaluation/loss" in r]
     go(None, settings(tmp_path), Task())
     assert [r["global_step"] for r in records(tmp_path) if "evaluation/loss" in r] == [11]
+
+
+class Sleepy:
+    """20 samples, each of which takes two milliseconds to load."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return "train", float(index + 1)
+
+
+def test_loader_processes_are_proposed_once_unless_chosen(tmp_path, monkeypatch, capsys):
+    class Slow(Task):
+        def dataset(self, split):
+            return Sleepy() if split == "train" else None
+
+    counts = []
+    for name, typed in (("open", {}), ("chosen", {"data.workers": 0})):
+        monkeypatch.setattr(SETTINGS, "typed", typed)
+        lockstep.train(settings(tmp_path, experiment_name=name, log_freq=10, max_steps=40), Slow())
+        counts.append(capsys.readouterr().err.count("loading samples takes"))
+    assert counts == [1, 0]
 
 
 def by_loss(step, loss):

@@ -87,7 +87,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "seq_len": (1, 10**7, "at least 1"),
     "log_freq": (1, 10**9, "at least 1"),
     "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end only"),
-    "eval_freq": (0, 10**12, "a number of steps, or 0 for the end only"),
+    "eval_freq": (0, 10**12, "a number of steps, 0 for the end only, or auto"),
     "limit_train_batches": (0, 10**12, "a number of steps, a share up to 100%, or 0 for all"),
     "limit_eval_batches": (0, 10**12, "a number of micro-batches, a share up to 100%, or 0 for all"),
     "eval_micro_batch_size": (1, 10**9, "at least 1, or auto"),
@@ -232,7 +232,12 @@ class Config:
     )
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
     limit_train_batches: int = option(0, "steps per epoch, over the first samples of its shuffle; 0: all", share=True)
-    eval_freq: int = option(0, "steps between evaluations; 0: only at the end", span=True)
+    eval_freq: int = auto(
+        -1,
+        "steps between evaluations; 0: only at the end; auto: an epoch, or as many as have 10 steps and the samples of "
+        "an evaluation; with --max-steps 0",
+        span=True,
+    )
     limit_eval_batches: int = option(0, "micro-batches of each evaluation set, from its start; 0: all", share=True)
     eval_micro_batch_size: int = auto(
         0,

@@ -19,6 +19,7 @@ from typing import Any, final
 from lockstep.data.shard_cache import ShardFile
 from lockstep.data.shard_formats import OpenShard, ShardFormat, ShardSummary
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 
 __all__ = ["ArrowShards"]
 
@@ -160,6 +161,5 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"lockstep.shards: Arrow and Parquet need the package {error.name}: "
-            "install the extra shards of torch-lockstep"
+            f"lockstep.shards: Arrow and Parquet need the package {error.name}: {install_extra('shards')}"
         ) from error

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, cast, final
 
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError, DataError, error_line
+from lockstep.extras import install_extra
 
 __all__ = ["LIMIT", "FoundFiles", "inner_suffix", "is_about", "is_compressed", "open_plain", "unpack"]
 
@@ -244,6 +245,5 @@ def _zstandard(path: Path) -> Any:
         return importlib.import_module("pyarrow").input_stream(str(path), compression="zstd")
     except ImportError as error:
         raise ConfigError(
-            f"{printable(str(path))} is compressed by Zstandard: install the extra shards of torch-lockstep, or use "
-            "Python 3.14"
+            f"{printable(str(path))} is compressed by Zstandard: {install_extra('shards')}, or use Python 3.14"
         ) from error

@@ -31,6 +31,7 @@ from lockstep.config.secrets import printable
 from lockstep.data.found import LIMIT, FoundFiles
 from lockstep.data.shard_cache import ShardFile
 from lockstep.errors import ConfigError, DataError
+from lockstep.extras import install_extra
 
 __all__ = [
     "MdsShards",
@@ -591,5 +592,5 @@ def _package(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"lockstep.shards: these shards need the package {error.name}: install the extra {extra} of torch-lockstep"
+            f"lockstep.shards: these shards need the package {error.name}: {install_extra(extra)}"
         ) from error

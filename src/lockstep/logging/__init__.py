@@ -64,7 +64,8 @@ class Sinks:
         self._displays: list[Any] = []
         # None stands for an expected record.
         self._waiting: deque[dict[str, Any] | None] = deque()
-        self._reported: set[int] = set()
+        # Sinks that failed, by id -> the error.
+        self._failed: dict[int, str] = {}
 
     def start(self, info: dict[str, Any]) -> None:
         """Start each sink, and drop those that fail."""
@@ -132,8 +133,10 @@ class Sinks:
             self._call_sink(sink, partial(sink.log, record))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Close each sink, in order."""
+        """Close each sink, in order. The summary gets `failed`, the sinks that have failed."""
         self.flush()
+        if summary is not None and self._failed:
+            summary = {**summary, "failed": "; ".join(self._failed.values())}
         for sink in self._sinks:
             self._call_sink(sink, partial(sink.close, summary))
 
@@ -147,11 +150,7 @@ class Sinks:
         return True
 
     def _report(self, sink: Sink, error: Exception) -> None:
-        if id(sink) not in self._reported:
-            self._reported.add(id(sink))
-            logging.getLogger("lockstep").warning(
-                "%s failed, its records may be incomplete: %s: %s; training continues",
-                type(sink).__name__,
-                type(error).__name__,
-                error,
-            )
+        if id(sink) not in self._failed:
+            failure = f"{type(sink).__name__} failed, its records may be incomplete: {type(error).__name__}: {error}"
+            self._failed[id(sink)] = failure.partition("\n")[0]
+            logging.getLogger("lockstep").warning("%s; training continues", failure)

@@ -399,8 +399,8 @@ class Console:
             summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second,
                 spikes and memory (missing ones are taken from the records), seconds, world_size, engine; `sample`,
                 generated text;
-                `files`, paths or {name: path}; `waits`, the largest loss of time; `next`, the last line. None if the
-                run failed.
+                `files`, paths or {name: path}; `waits`, the largest loss of time; `failed`, other sinks; `next`, the
+                last line. None if the run failed.
         """
         if self._bar is not None:
             self._activity = []
@@ -413,6 +413,7 @@ class Console:
             self._sample(str(summary.get("sample") or "").strip("\n"))
             self._files(summary.get("files") or {})
             self._page.paragraph(str(summary.get("waits") or ""))
+            self._page.paragraph(str(summary.get("failed") or ""))
             self._page.paragraph(str(summary.get("next") or ""))
 
     def _remember(self, record: Mapping[str, Any]) -> None:

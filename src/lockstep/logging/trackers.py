@@ -4,15 +4,19 @@ check(config)                                       # before anything is written
 sinks = remote_sinks(config, folder, start=500, run_id="3f2a")
 """
 
+import contextlib
 import json
+import netrc
 import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
+from urllib.parse import urlsplit
 
 from lockstep.config.schema import Config
 from lockstep.config.secrets import environment_snapshot, is_secret_name, mask
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 from lockstep.logging import Sink
 from lockstep.logging.csv_file import CsvFile
 from lockstep.logging.mlflow_run import MLflow
@@ -155,11 +159,49 @@ class WandB:
             self._run.finish(exit_code=0 if summary and summary["complete"] else 1)
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError, which names the extra, if a package that a flag needs is missing."""
+def check(config: Config, *, is_main: bool = True) -> None:
+    """Check that the sinks can start, without the network.
+
+    Args:
+        is_main: this rank opens the sinks.
+
+    Raises:
+        ConfigError: a package that a flag needs is missing, which names the extra; or the key of W&B is.
+    """
     for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb), ("mlflow", config.mlflow)):
         if enabled and find_spec(name) is None:
-            raise ConfigError(f"--{name} needs {name}: install the extra {name} of torch-lockstep")
+            raise ConfigError(f"--{name} needs {name}: {install_extra(name)}")
+    # Other nodes may have no key, and need none.
+    if config.wandb and is_main and not _has_wandb_key():
+        raise ConfigError(
+            "--wandb needs an API key, and there is none: run `wandb login`, or set WANDB_API_KEY; to log without the "
+            "service, set WANDB_MODE=offline"
+        )
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B needs no key, or has one in the environment, its settings or a netrc file."""
+    import wandb
+
+    names = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
+    if wandb.run is not None or any(map(os.environ.get, names)):
+        return True
+    settings = wandb.setup().settings
+    # W&B reads the environment once in a process.
+    modes = {os.environ.get("WANDB_MODE", ""), str(settings.mode)}
+    if modes & {"offline", "disabled", "dryrun"} or settings.api_key:
+        return True
+    return _has_netrc_entry(urlsplit(str(settings.base_url)).netloc)
+
+
+def _has_netrc_entry(host: str) -> bool:
+    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in paths:
+        # W&B ignores a file that it cannot read.
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(os.path.expanduser(path)).authenticators(host):
+                return True
+    return False
 
 
 def remote_sinks(config: Config, folder: Path, start: int, run_id: str, *, evaluated: bool = True) -> list[Sink]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.config.fields import is_hub_name
 from lockstep.errors import ConfigError, DataError
+from lockstep.extras import install_extra
 from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss
 from lockstep.models.quantized import Quantization
 from lockstep.text.cache import reach, way_out
@@ -660,8 +661,7 @@ def as_it_is(flag: str, name: str) -> Any:
             import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{flag} {name} needs the package transformers ({error.name} is missing): "
-            "install the extra hf of torch-lockstep"
+            f"{flag} {name} needs the package transformers ({error.name} is missing): {install_extra('hf')}"
         ) from error
     return transformers
 

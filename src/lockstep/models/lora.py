@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 from lockstep.models.quantized import dequantize, is_transposed, quantized_layers, quiet, scales
 from lockstep.run_state import AdapterState
 from lockstep.tensors import reaches
@@ -414,6 +415,6 @@ def _peft() -> Any:
             import peft
     except ImportError as error:
         raise ConfigError(
-            f"--lora.rank needs the package peft ({error.name} is missing): install the extra peft of torch-lockstep"
+            f"--lora.rank needs the package peft ({error.name} is missing): {install_extra('peft')}"
         ) from error
     return peft

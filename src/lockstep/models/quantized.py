@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 
 __all__ = [
     "PlaceholderLinear",
@@ -54,9 +55,7 @@ class Quantization(NamedTuple):
         """Raise ConfigError if a package is missing."""
         for package in ("bitsandbytes", "accelerate"):
             if find_spec(package) is None:
-                raise ConfigError(
-                    f"{_FLAG} {self.load_in} needs the package {package}: install the extra quantized of torch-lockstep"
-                )
+                raise ConfigError(f"{_FLAG} {self.load_in} needs the package {package}: {install_extra('quantized')}")
 
     def _config(self, transformers: Any) -> Any:
         self.check()

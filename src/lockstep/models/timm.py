@@ -13,6 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 from lockstep.models.hf import explain_error, once_per_node
 
 __all__ = ["TimmModel"]
@@ -89,7 +90,5 @@ def _timm(name: str) -> Any:
         # Imported late: timm is optional, so type checks run without it.
         import timm  # type: ignore[import-not-found]
     except ImportError as error:
-        raise ConfigError(
-            f"--model-name timm:{name} needs the package timm: install the extra timm of torch-lockstep"
-        ) from error
+        raise ConfigError(f"--model-name timm:{name} needs the package timm: {install_extra('timm')}") from error
     return timm

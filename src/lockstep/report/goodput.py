@@ -27,6 +27,7 @@ from lockstep.timeline import BODY, ENDING, EVALUATION, LOADING, RECOVERY, SAVES
 __all__ = [
     "LABELS",
     "Goodput",
+    "advise_workers",
     "duration",
     "goodput",
     "show",
@@ -69,6 +70,26 @@ def waits(seconds: Mapping[str, float], *, workers: int, ranks: int, wall: float
         (seconds[most] / wall, "wall time") if wall else (shares[most], "time in steps, saves and evaluations")
     )
     return f"{share:.1%} of the {whole} was spent {activity}: {advice}; `lockstep profile` predicts the gain"
+
+
+# Share of a step, and milliseconds, from which loading samples is worth a line.
+_SLOW_LOADING = 0.25
+_MIN_LOADING = 5.0
+_MOST_WORKERS = 8
+
+
+def advise_workers(laps: Mapping[str, float], cores: int) -> str:
+    """Return a line if a run without loader processes waits for its samples; else "".
+
+    Args:
+        laps: milliseconds of a step by part, see `Clock.read`.
+        cores: for each rank of this node.
+    """
+    loading = laps.get("data", 0.0)
+    share = loading / max(sum(laps.values()), 1e-9)
+    if loading < _MIN_LOADING or share <= _SLOW_LOADING:
+        return ""
+    return f"loading samples takes {share:.0%} of a step: try --data.workers {max(1, min(cores, _MOST_WORKERS))}"
 
 
 LABELS = {

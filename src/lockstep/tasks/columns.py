@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.config.secrets import printable
 from lockstep.data.sampler import Shuffled
 from lockstep.errors import ConfigError, DataError
+from lockstep.extras import install_extra
 from lockstep.task import Task
 from lockstep.text.hub import HubTable
 
@@ -80,9 +81,7 @@ def _datasets(flag: str) -> Any:
         # scikit-learn is optional, and has no type annotations.
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ConfigError(
-            f"{flag} needs the package scikit-learn: install the extra images of torch-lockstep"
-        ) from error
+        raise ConfigError(f"{flag} needs the package scikit-learn: {install_extra('images')}") from error
     return datasets
 
 

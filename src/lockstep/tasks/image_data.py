@@ -25,6 +25,7 @@ from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.data.found import FoundFiles
 from lockstep.errors import ConfigError, DataError
+from lockstep.extras import install_extra
 from lockstep.files import cache_folder
 from lockstep.tasks.columns import class_labels, digits, find_column, split_samples
 from lockstep.text.hub import DataRequest, open_table, table_files
@@ -119,7 +120,7 @@ def _pillow(flag: str) -> Any:
         import PIL.Image
         import PIL.ImageOps
     except ImportError as error:
-        raise ConfigError(f"{flag} needs the package pillow: install the extra images of torch-lockstep") from error
+        raise ConfigError(f"{flag} needs the package pillow: {install_extra('images')}") from error
     return PIL
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 
 __all__ = [
     "mixing",
@@ -64,9 +65,7 @@ def _transforms(flag: str) -> Any:
         # torchvision is optional.
         from torchvision.transforms import v2  # type: ignore[import-not-found]
     except ImportError as error:
-        raise ConfigError(
-            f"{flag} needs the package torchvision: install the extra torchvision of torch-lockstep"
-        ) from error
+        raise ConfigError(f"{flag} needs the package torchvision: {install_extra('torchvision')}") from error
     except RuntimeError as error:
         # torchvision raises it if it was built for another torch.
         raise ConfigError(f"{flag}: the installed torchvision does not fit this torch: {error}") from error

@@ -25,6 +25,7 @@ from lockstep.config.fields import is_hub_name
 from lockstep.data.found import LIMIT
 from lockstep.data.sampler import Indices, Shuffled
 from lockstep.errors import DataError, LockstepError
+from lockstep.extras import install_extra
 from lockstep.files import bytes_text
 from lockstep.text.cache import reach, snapshot, way_out
 from lockstep.text.documents import Example
@@ -571,8 +572,7 @@ def _datasets(request: DataRequest) -> Any:
             import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
-            f"--dataset-name {request.name} needs the package datasets ({error.name} is missing): "
-            "install the extra hf of torch-lockstep"
+            f"--dataset-name {request.name} needs the package datasets ({error.name} is missing): {install_extra('hf')}"
         ) from error
     datasets.logging.set_verbosity_error()
     if not is_hub_name(request.name):

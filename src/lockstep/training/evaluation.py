@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.fields import in_batches
 from lockstep.config.schema import Config
 from lockstep.counts import number
 from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
@@ -47,6 +46,7 @@ from lockstep.records import (
 from lockstep.task import Task, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
 from lockstep.tensors import host_bytes
+from lockstep.training.state.plan import samples_in_evaluation
 from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, make_whole_step
 
@@ -590,8 +590,7 @@ def _build_batches(config: Config, task: Task, dataset: Any, world: World) -> Ba
         workers = config.data.workers
     else:
         workers = config.eval_workers
-    micro_batches = one_step_plan(len(dataset), micro_size).micro_batches
-    samples = min(len(dataset), in_batches(config.limit_eval_batches, micro_batches) * micro_size)
+    samples = samples_in_evaluation(config, len(dataset))
     loading = Loading(workers, config.data.prefetch, config.guards.retries)
     step_plan = _plan_steps(config, task, samples, micro_size)
     order = Sequential(len(dataset))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from lockstep.config import schema
 from lockstep.config.task_options import OWN, is_option_of
 from lockstep.errors import ConfigError
+from lockstep.extras import install_extra
 
 __all__ = [
     "YAML",
@@ -108,7 +109,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError(f"--hf-args {path} needs the package yaml: install the extra hf of torch-lockstep") from error
+        raise ConfigError(f"--hf-args {path} needs the package yaml: {install_extra('hf')}") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
+from lockstep.extras import install_extra
 from lockstep.files import bytes_text
 
 __all__ = [
@@ -97,7 +98,7 @@ def read_gpus() -> list[Gpu]:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
-        raise NoDriver("nvidia-ml-py is not installed: install the extra doctor of torch-lockstep") from None
+        raise NoDriver(f"nvidia-ml-py is not installed: {install_extra('doctor')}") from None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -41,6 +41,7 @@ from lockstep.engines.optimizer_step import LossScale, OptimizerStep, UpdateSpec
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.engines.state_dict import begin, first_step
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.extras import install_extra
 from lockstep.tensors import local_of
 
 __all__ = [
@@ -628,8 +629,7 @@ def _package(world: World) -> Any:
         package: Any = importlib.import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
-            f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
-            "install the extra deepspeed of torch-lockstep"
+            f"--engine deepspeed needs the package deepspeed ({error.name} is missing): {install_extra('deepspeed')}"
         ) from error
     except Exception as error:
         # DeepSpeed searches for compilers and CUDA on import, and raises errors of any class.

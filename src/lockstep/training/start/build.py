@@ -306,7 +306,9 @@ def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildR
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
     # Now task, model and data decide the remaining values and the plan.
-    resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
+    facts = _task_facts(task, model, samples, training.order, start)
+    sizes = tuple(len(dataset) for dataset in evaluation_sets.values())
+    resolved = resolve(requested, dataclasses.replace(facts, evaluation=sizes))
     own_task = user_task is not None or kind_of(requested.task) == OWN
     return _Draft(opening, task, own_task, training, evaluation_sets, model, resolved, draft.config, notes)
 
@@ -355,7 +357,7 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
     # A division that depends on the model is checked once the model is made.
     if draft.micro_batch_size:
         check_division(draft, world, say)
-    check(draft)
+    check(draft, is_main=world.is_main)
     if user_task is None:
         made = make_task(draft, say)
     else:

@@ -12,6 +12,7 @@ collects the facts. The numbers behind the defaults are in `training/start/defau
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -50,7 +51,7 @@ from lockstep.training.start.defaults import (
     is_device_default,
     prompt_defaults,
 )
-from lockstep.training.state.plan import BY_RANKS, FIXED, RunPlan, samples_in_epoch
+from lockstep.training.state.plan import BY_RANKS, FIXED, RunPlan, samples_in_epoch, samples_in_evaluation
 
 __all__ = [
     "Facts",
@@ -140,6 +141,7 @@ class Facts:
         longest: tokens of the longest sample, if they are made by tokens; else 0.
         is_stream: the training set has no index; the cut decides what a step contains, so it is fixed.
         data: of a language model's data; None: of another task.
+        evaluation: samples of each evaluation set.
     """
 
     start: StartFacts
@@ -152,6 +154,7 @@ class Facts:
     longest: int = 0
     is_stream: bool = False
     data: DataFacts | None = None
+    evaluation: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, task: Task, model: nn.Module, samples: int, epoch: int = 0, start: StartFacts | None = None) -> Self:
@@ -338,6 +341,9 @@ def resolve(config: Config, facts: Facts) -> Resolution:
     """
     before = facts.start.checkpoint
     draft = _with_data_defaults(config, draft_of(config, facts.start).config, facts)
+    # An extension or a minimum length may count in other units than the user did.
+    if is_auto(config, "eval_freq") and (config.max_steps or facts.is_stream):
+        draft = dataclasses.replace(draft, eval_freq=0)
     extension = _extension(config, before)
     origin = _origin(draft, before, extension)
     run_plan = _make_plan(draft, facts, origin)
@@ -441,7 +447,35 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         "log_freq": default_log_freq(steps),
     }
     values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _spans_in_steps(run_plan)
-    return dataclasses.replace(run_plan, config=cli.build({**cli.flatten(config), **values}))
+    run_plan = dataclasses.replace(run_plan, config=cli.build({**cli.flatten(config), **values}))
+    if is_auto(config, "eval_freq"):
+        return _with_evaluations(run_plan, facts)
+    return run_plan
+
+
+# Steps between two evaluations: each may save a checkpoint, as the best.
+_MIN_INTERVAL = 10
+
+
+def _with_evaluations(run_plan: RunPlan, facts: Facts) -> RunPlan:
+    """Evaluate every few epochs: the fewest that have enough steps, and as many samples as an evaluation.
+
+    Raises:
+        ConfigError: only the end is evaluated, and --patience or a schedule needs more.
+    """
+    config = run_plan.config
+    evaluated = sum(samples_in_evaluation(config, samples) for samples in facts.evaluation)
+    trained: float = run_plan.samples
+    # An epoch counts groups of samples.
+    if run_plan.grouped:
+        trained *= facts.samples / facts.epoch
+    least = max(evaluated / trained, _MIN_INTERVAL * config.batch_size / run_plan.samples)
+    epochs = max(1, math.ceil(least))
+    # Rounded up, so that the end of the last epoch is not evaluated twice.
+    interval = math.ceil(epochs * run_plan.samples / config.batch_size)
+    if interval >= run_plan.step_plan.steps:
+        interval = 0
+    return dataclasses.replace(run_plan, config=dataclasses.replace(config, eval_freq=interval))
 
 
 def _evaluation_size(config: Config, facts: Facts, fixed: int) -> int:

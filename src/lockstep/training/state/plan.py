@@ -5,6 +5,7 @@ run_plan.step_plan                  # which samples a step has
 run_plan.place(done)                # the position after `done` steps
 """
 
+import math
 from dataclasses import dataclass
 
 from lockstep.config.fields import in_batches
@@ -18,6 +19,7 @@ __all__ = [
     "FIXED",
     "RunPlan",
     "samples_in_epoch",
+    "samples_in_evaluation",
 ]
 
 
@@ -109,3 +111,9 @@ def samples_in_epoch(config: Config, samples: int) -> int:
     if not config.limit_train_batches:
         return samples
     return min(samples, in_batches(config.limit_train_batches, samples / config.batch_size) * config.batch_size)
+
+
+def samples_in_evaluation(config: Config, samples: int) -> int:
+    """Return the samples of an evaluation set of `samples` under --limit-eval-batches."""
+    micro_size = config.eval_micro_batch_size or config.micro_size
+    return min(samples, in_batches(config.limit_eval_batches, math.ceil(samples / micro_size)) * micro_size)

@@ -12,6 +12,7 @@ A window is `--log-freq` steps. `Meter` collects their numbers.
 import dataclasses
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,19 +25,20 @@ from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE, EVALUATED
 from lockstep.clock import Clock, trace_mark
-from lockstep.diagnose.profile.tracing import peak_memory
+from lockstep.diagnose.profile.tracing import local_ranks, peak_memory
 from lockstep.distributed.agreement import on_all_ranks
+from lockstep.distributed.cpus import usable_cores
 from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.ema import use_average
 from lockstep.engines.registry import name_of
-from lockstep.errors import LockstepError, PeerError, StorageError, name_settings
+from lockstep.errors import SETTINGS, LockstepError, PeerError, StorageError, name_settings
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.guards.samples import loading_failures
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
-from lockstep.report.goodput import waits
+from lockstep.report.goodput import advise_workers, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.timeline import EVALUATION, SAVES
 from lockstep.training.evaluation import all_numbers, evaluate_all
@@ -259,6 +261,8 @@ _LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED = 130
 # EX_TEMPFAIL of sysexits.h: the same command continues the run.
 EXIT_SAVED = 75
+# Steps after which the time of loading samples is judged.
+_FIRST_STEPS = 20
 _LOADING_COUNTS = ("loading/retries", "loading/left_out", "loading/restarts", "loading/fetched", "steps_left_out")
 
 
@@ -313,6 +317,8 @@ class RunRecorder:
         self.saved_step = built.start
         self.is_best = False
         self.window: dict[str, Any] = {}
+        # The user has chosen the number of loader processes, or one line has proposed it.
+        self._workers_known = built.config.data.workers > 0 or "data.workers" in SETTINGS.typed
 
     def ends_window(self, record: StepRecord) -> bool:
         """Whether a window ends with this step."""
@@ -361,6 +367,18 @@ class RunRecorder:
                 "num_batches_remaining": progress.num_batches_remaining,
             }
             self._sinks.write_expected({**_drop_unknown(position), "lr": record.rate, **numbers, **repairs})
+            if not self._workers_known and record.step + 1 - built.start >= _FIRST_STEPS:
+                self._workers_known = True
+                self._advise_workers(numbers)
+
+    def _advise_workers(self, numbers: Mapping[str, Any]) -> None:
+        laps = {}
+        for name, value in numbers.items():
+            if name.startswith("time/") and name != "time/total":
+                laps[name.removeprefix("time/")] = value
+        cores = usable_cores(os.environ) // local_ranks(self._built.world.size)
+        if line := advise_workers(laps, cores):
+            _LOG.warning(name_settings(line))
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.
