@@ -44,6 +44,7 @@ def main():
         answer = f"the loss falls fastest at a rate of {rates[fastest]:.1e}"
     if run.is_main:
         print(answer)
+    raise SystemExit(run.result.exit_code)
 
 
 if __name__ == "__main__":

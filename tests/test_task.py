@@ -139,9 +139,11 @@ def test_missing_method_is_named_before_the_task_is_made(tmp_path):
 
 def test_a_task_from_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from toys import Ragged\nclass Mine(Ragged):\n    pass\nclass Needs(Ragged):\n    model = None\n")
+    file.write_text(
+        "from toys import Ragged\nclass Mine(Ragged):\n    pass\nmade=Mine()\nclass Needs(Ragged):\n    model = None\n"
+    )
     task = load_task(f"{file}:Mine")
-    assert type(task).__name__ == "Mine"
+    assert type(task).__name__ == type(load_task(f"{file}:made")).__name__ == "Mine"
     assert type(pickle.loads(pickle.dumps(task))) is type(task)  # as it is sent to loader processes
     with pytest.raises(ConfigError, match="has no method `model`"):
         load_task(f"{file}:Needs")
