@@ -47,7 +47,7 @@ from lockstep.distributed.launcher import compile_threads
 from lockstep.distributed.world import World
 from lockstep.errors import SETTINGS, ConfigError, LockstepError, UsageError, user_traceback
 
-__all__ = ["RankFailure", "start"]
+__all__ = ["RankFailure", "dump_result", "is_importable_main", "start"]
 
 # Seconds until a process runs: the very first waits for the server to load torch.
 _START = 180.0
@@ -230,6 +230,13 @@ def _sendable(work: Any, name: str) -> Any:
             f"{name} cannot be sent to other processes ({error}): create what it uses within the function, or write it "
             "into a file and import that"
         ) from error
+
+
+def dump_result(result: Any) -> bytes:
+    """Pickle a rank's result, which may be an object of a class that was sent by value."""
+    with contextlib.suppress(ImportError):
+        return bytes(importlib.import_module("cloudpickle").dumps(result))
+    return pickle.dumps(result)
 
 
 @contextlib.contextmanager

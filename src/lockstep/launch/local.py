@@ -5,7 +5,6 @@
 
 import codecs
 import contextlib
-import importlib
 import os
 import pickle
 import sys
@@ -115,7 +114,7 @@ def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        return _Outcome(_dumps(function(*args)))
+        return _Outcome(spawn.dump_result(function(*args)))
     except KeyboardInterrupt:
         return _Outcome(interrupted=True)
     except SystemExit as end:
@@ -123,13 +122,6 @@ def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) 
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-
-
-def _dumps(result: Any) -> bytes:
-    """Pickle a result, which may be an object of a class that a notebook's cell defined."""
-    with contextlib.suppress(ImportError):
-        return bytes(importlib.import_module("cloudpickle").dumps(result))
-    return pickle.dumps(result)
 
 
 @contextlib.contextmanager
