@@ -270,6 +270,7 @@ def parse(
     parser = make_parser(argv, prog, defaults, own[0] if own else None)
     args = vars(parser.read(argv))
     if own:
+        # `_script_flags` has refused names that both have.
         for name in set(args) - _DESTINATIONS:
             setattr(own[1], name, args[name])
     options = collect_options(args)
@@ -313,6 +314,7 @@ def make_parser(
         parser.common = [name for name in COMMON_FLAGS if name not in _OF_TASK or name in own]
     if task_kind in TASKS and task_name:
         parser.own = f"flags of --task {task_kind}", TASKS[task_kind].common or _options_only_of(task_kind)
+    # A script's own flags come first: nobody knows them from elsewhere.
     if script_parser:
         parser.own = f"flags of {prog}", _script_flags(script_parser)
     script = prog.removeprefix("lockstep ")

@@ -216,6 +216,7 @@ def _sendable(work: Any, name: str) -> Any:
     if is_importable_main():
         return work
     with contextlib.suppress(Exception):
+        # A class or function of a module is found there by its name.
         if b"__main__" not in pickle.dumps(work):
             return work
     try:
@@ -251,6 +252,7 @@ def _forward_signals(ranks: list[tuple[Any, Connection]], running: set[int]) -> 
     interrupts: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
+        # Before all ranks run there is nothing to save; the second time the user does not want to wait.
         if number == signal.SIGINT:
             interrupts.append(number)
             if len(interrupts) > 1 or len(running) < len(ranks):

@@ -71,6 +71,7 @@ def launch(function: Callable[..., Any], processes: int, args: tuple[Any, ...]) 
     )
     with tempfile.TemporaryDirectory() as folder, _shown(Path(folder, f"rank-{processes}-0.log")):
         outcomes = _start(processes, (caller, function, args), Path(folder))
+    # The ranks have saved what they trained, so the caller ends as it would have without them.
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     for outcome in outcomes:
@@ -106,8 +107,10 @@ def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) 
         # The rank has its own of a launcher's variables.
         os.environ.setdefault(name, value)
     torch.set_num_threads(caller.threads)
+    # A rank checks the flags of the calling script, whose command line it has not parsed.
     SETTINGS.typed = caller.typed
     SETTINGS.defaults = caller.defaults
+    # In a notebook an early end returns, so that the cell shows what there is.
     if caller.is_prompt:
         sys.ps1 = ""
     # The output is a file, which Python would write in blocks.
@@ -147,6 +150,7 @@ def _follow(path: Path, ended: threading.Event) -> None:
             file.seek(position)
             data = file.read()
             position += len(data)
+            # A character may be written in two parts.
             if data:
                 print(decoder.decode(data), end="", flush=True)
         if is_last:
