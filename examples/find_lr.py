@@ -18,7 +18,7 @@ class Rising(Spirals):
     """The task, with a rate that grows by the same factor in each step."""
 
     def schedule(self, step, steps):
-        return (HIGHEST / LOWEST) ** (step / (STEPS - 1))
+        return (HIGHEST / LOWEST) ** (step / max(1, steps - 1))
 
 
 def main():
@@ -37,13 +37,13 @@ def main():
                 run.abandon()
     smoothed = np.convolve(losses, np.full(WINDOW, 1 / WINDOW), "valid")
     lowest = int(np.argmin(smoothed))
-    if lowest == 0:
-        answer = "the loss falls at no rate: check the data, the labels and the loss"
-    else:
+    answer = "the loss falls at no rate: check the data, the labels and the loss"
+    if lowest > 0:
         fastest = int(np.argmin(np.diff(smoothed[: lowest + 1]))) + WINDOW // 2
         answer = f"the loss falls fastest at a rate of {rates[fastest]:.1e}"
     if run.is_main:
         print(answer)
+    raise SystemExit(run.result.exit_code)
 
 
 if __name__ == "__main__":

@@ -41,3 +41,4 @@ if __name__ == "__main__":
         for step in run:
             if step.evaluation and run.is_main:  # whatever you want to do after a step, as plain ifs
                 print(f"step {step.global_step}: accuracy {step.evaluation.metrics['accuracy']:.3f}")
+    raise SystemExit(run.result.exit_code)  # 75 after a signal

@@ -139,7 +139,9 @@ def test_missing_method_is_named_before_the_task_is_made(tmp_path):
 
 def test_a_task_from_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from toys import Ragged\nclass Mine(Ragged):\n    pass\nclass Needs(Ragged):\n    model = None\n")
+    file.write_text(
+        "from toys import Ragged\nclass Mine(Ragged):\n    pass\nmade=Mine()\nclass Needs(Ragged):\n    model = None\n"
+    )
     task = load_task(f"{file}:Mine")
     assert type(task).__name__ == "Mine"
     assert type(pickle.loads(pickle.dumps(task))) is type(task)  # as it is sent to loader processes
@@ -149,6 +151,7 @@ def test_a_task_from_a_file(tmp_path):
         load_task(f"{tmp_path}/other.py:Mine")
     with pytest.raises(ConfigError, match=f"the file has no class Other; give {file}:Mine$"):
         load_task(f"{file}:Other")
+    assert type(load_task(f"{file}:made")).__name__ == "Mine"  # an object that the file has made
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lockstep.config.task_options import TASKS
 from lockstep.training.step.recorder import EXIT_INTERRUPTED, EXIT_SAVED
 
 GROUPS = {
-    "A run": ("Config", "train", "Run", "Step", "EvaluationRecord", "Best", "Result", "load", "verify"),
+    "A run": ("Config", "train", "Run", "Step", "EvaluationRecord", "Best", "Result", "launch", "load", "verify"),
     "A task": ("Task", "CausalLM", "torch_schedule"),
     "Data": ("shards", "index_shards", "stream", "mixture"),
     "Sections of the configuration": ("Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim"),

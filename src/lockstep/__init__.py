@@ -8,7 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from lockstep.distributed.failures import print_uncaught
-from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
+from lockstep.launch import launch  # here, so that the name is the function and not the package, which loads no torch
+from lockstep.verify import verify  # the same
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports the same
     from lockstep.adapters.hf_trainer.convert import from_trainer
@@ -105,6 +106,7 @@ __all__ = [
     "from_trainer",
     "gather_for_metrics",
     "index_shards",
+    "launch",
     "load",
     "load_state",
     "loader",

@@ -204,6 +204,10 @@ class LockstepError(Exception):
     def __str__(self) -> str:
         return name_settings(super().__str__())
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints in a notebook, in place of a traceback."""
+        return [f"lockstep: error: {self}{user_location(self)}"]
+
 
 class UsageError(LockstepError):
     """A request that cannot be carried out; raised before anything is written."""

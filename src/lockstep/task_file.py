@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
-__all__ = ["import_class"]
+__all__ = ["construct", "import_class"]
 
 _METHODS = ("model", "dataset")
 
@@ -57,6 +57,13 @@ def import_class(name: str, flag: str, methods: Iterable[str] = _METHODS) -> Cal
         hint = hint if candidates else f"give {file}:CLASS, {example}"
         raise ConfigError(f"{flag} '{name}': {problem}; {hint}")
     return named_class
+
+
+def construct(target: Any) -> Any:
+    """Call a class or a function without arguments; return an object that the file has made as it is."""
+    if isinstance(target, type) or inspect.isroutine(target):
+        return target()
+    return target
 
 
 def _import_file(name: str, path: Path, flag: str) -> ModuleType:

@@ -207,6 +207,9 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+module, data, number = Module(width=5), Data(), 3
 """
 
 
@@ -247,7 +250,10 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
         cli.main(["export", "outputs/Module", "exported", "--format", "hf"])
     assert ended.value.code == 2
     assert "the run's model, of --task lightning:mine.py:Module,mine.py:Data, is neither" in capsys.readouterr().err
+    made = importlib.import_module("lockstep.adapters.lightning.convert").load("lightning:mine.py:module,mine.py:data")
+    assert made.module.layer.out_features == 5  # an object of the file
     for wrong, told in (
+        (["--lightning", "mine.py:number"], "LightningModule"),
         (["--datamodule", "mine.py:Data"], "add --lightning FILE.py:Module"),
         (["--lightning", "mine.py:Module", "--task", "mine.py:Module"], "remove one"),
         (["--lightning", "mine.py:Modul"], "the file has no class Modul; did you mean mine.py:Module?"),

@@ -1,5 +1,6 @@
 """Flags, files and their bad values: each gets one line with the flag and the way out."""
 
+import argparse
 import dataclasses
 import re
 import subprocess
@@ -19,7 +20,7 @@ from lockstep.config.hints import FOREIGN
 from lockstep.config.schema import Config, default_micro_batch_size, flag, sections
 from lockstep.config.sections import Data, Optim
 from lockstep.config.task_options import TASKS, is_option_of, kind_of
-from lockstep.errors import ConfigError
+from lockstep.errors import SETTINGS, ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -313,6 +314,15 @@ def test_underscores_of_names_become_dashes_and_of_values_stay():
     assert config.save_dir == "x_y"
 
 
+def test_train_without_flags_names_three_ways_to_begin(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command([]) == 2
+    text = capsys.readouterr().err
+    for way in ("lockstep init", "--dataset-name", "lockstep trace", "--lightning", "--hf-script", "make train"):
+        assert way in text
+    assert not list(tmp_path.iterdir())
+
+
 SCRIPT = """
 import sys
 from lockstep import Config
@@ -400,6 +410,54 @@ def test_a_scripts_help_has_its_own_defaults_and_no_task(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         Config.from_args(max_steps=7, optim={"clip": 0.5})
     assert "(default: 0.5)" in capsys.readouterr().out
+
+
+OWN = ["mine.py", "--width", "4", "--lr", "0.5", "--my_flag"]
+
+
+def own_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=3, help="of the hidden layer")
+    parser.add_argument("--my_flag", action="store_true")
+    return parser
+
+
+def test_own_flags_are_parsed_with_those_of_a_run(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", OWN)
+    config, own = Config.from_parser(own_parser(), max_steps=7)
+    assert (config.lr, config.max_steps) == (0.5, 7)
+    assert vars(own) == {"width": 4, "my_flag": True}
+    assert SETTINGS.typed == {"lr": 0.5}
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
+    with pytest.raises(SystemExit):
+        Config.from_parser(own_parser())
+    text = capsys.readouterr().out
+    assert flags_of(text)[:3] == ["--width", "--my_flag", "--experiment-name"]
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--widht", "4"])
+    with pytest.raises(SystemExit):
+        Config.from_parser(own_parser())
+    assert "mine.py: error: unknown flag --widht: did you mean --width?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [{"name": "--lr"}, {"name": "--mine", "dest": "lr"}])
+def test_an_own_flag_that_is_one_of_lockstep_is_refused(words, capsys):
+    parser = own_parser()
+    parser.add_argument(words.pop("name"), **words)
+    with pytest.raises(ConfigError, match="lr"):
+        Config.from_parser(parser, [])
+
+
+def test_flags_left_by_an_own_parser_count_as_typed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [*OWN, "--stop-at", "3"])
+    _, rest = own_parser().parse_known_args()
+    assert Config.from_args(rest).stop_at == 3
+    assert SETTINGS.typed == {"lr": 0.5, "stop_at": 3}
+    Config.from_args(["--lr", "0.1"])  # made up
+    assert SETTINGS.typed == {"lr": 0.5, "stop_at": 3}
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--width", "4", "--lrr", "3"])
+    with pytest.raises(SystemExit):
+        Config.from_args(own_parser().parse_known_args()[1])
+    assert "mine.py: error: unknown flag --lrr" in capsys.readouterr().err
 
 
 def test_a_notebooks_kernel_has_arguments_of_its_own(monkeypatch):

@@ -1,6 +1,8 @@
 """Processes that a scheduler started without a launcher: ranks of srun, else refused wherever a run starts."""
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import small_runs
@@ -10,9 +12,22 @@ from shell import SLURM_TASK
 import lockstep
 from lockstep.commands import train as train_command
 from lockstep.distributed import starters
+from lockstep.distributed.launcher import OPENCV_THREADS, limit_opencv
 from lockstep.distributed.starters import SlurmTask, find_launch_mistake, node_address, read_starter
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+
+
+@pytest.mark.parametrize(("threads", "variable", "left"), [(8, None, 1), (4, None, 4), (8, "6", 8)])
+def test_ranks_of_torchrun_have_one_thread_of_opencv(monkeypatch, threads, variable, left):
+    """Torchrun sets OMP_NUM_THREADS, which OpenCV does not read."""
+    opencv = SimpleNamespace(getNumThreads=lambda: threads, getNumberOfCPUs=lambda: 8, count=threads)
+    opencv.setNumThreads = lambda count: setattr(opencv, "count", count)
+    monkeypatch.setitem(sys.modules, "cv2", opencv)
+    environ = {OPENCV_THREADS: variable} if variable else {}
+    limit_opencv(environ)
+    assert (opencv.count, environ[OPENCV_THREADS]) == (left, variable or "1")
+
 
 STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
 RANK = {"RANK": "1", "WORLD_SIZE": "8"}

@@ -44,7 +44,7 @@ ALIVE = ("alive", None)
 def test_patience_begins_when_all_run(waits, tmp_path):
     pipes = [Pipe(ALIVE, ALIVE, ("ended", 7)), Pipe(ALIVE, ("ended", 8))]
     waits.order = [pipes[0], pipes[0], pipes[1], pipes[1], pipes[0]]
-    assert spawn._collect([(None, pipe) for pipe in pipes], 33.0, tmp_path, False) == [7, 8]
+    assert spawn._collect([(None, pipe) for pipe in pipes], 33.0, tmp_path, False, set()) == [7, 8]
     assert waits.seconds == [spawn._START] * 3 + [33.0] * 2
 
 
@@ -53,7 +53,7 @@ def test_others_have_a_moment_to_end_after_a_failure(waits, tmp_path):
     pipes = [Pipe(ALIVE, ("failed", failure)), Pipe(ALIVE, ALIVE)]
     waits.order = [pipes[0], pipes[0], pipes[1], pipes[1]]
     with pytest.raises(RankFailure, match="rank 0 of 2: the reason") as caught:
-        spawn._collect([(None, pipe) for pipe in pipes], 33.0, tmp_path, False)
+        spawn._collect([(None, pipe) for pipe in pipes], 33.0, tmp_path, False, set())
     assert waits.seconds == [spawn._START] * 2 + [spawn._GRACE] * 3
     assert (caught.value.rank, caught.value.details) == (0, {0: "its stack"})
 

@@ -16,7 +16,7 @@ from refusals import refuses
 from shell import LINE_TASK, await_listener, environment, free_port
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch import kubernetes
+from lockstep.launch import agent, kubernetes
 from lockstep.launch.command import command
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -151,7 +151,7 @@ def test_the_file_is_written_once(tmp_path, capsys):
 
 def test_variables_of_torchrun_are_flags_that_the_users_override(monkeypatch):
     jobs = []
-    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (jobs.append(job), (True, None, 0))[1])
+    monkeypatch.setattr(agent, "run", lambda job: (jobs.append(job), (True, None, 0))[1])
     for name, value in {"NNODES": "3", "NPROC_PER_NODE": "4", "NODE_RANK": "2", "MASTER_PORT": "29555"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
     monkeypatch.setenv("PET_MASTER_ADDR", "127.0.0.1")

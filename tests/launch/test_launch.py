@@ -23,7 +23,7 @@ from lockstep.distributed.launcher import listen
 from lockstep.distributed.progress import COMPUTING, Progress, RankProgress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.launch import job
+from lockstep.launch import agent, job
 from lockstep.launch import workers as leash
 from lockstep.launch.command import command
 from lockstep.launch.job import Job
@@ -58,9 +58,18 @@ def test_processes_share_the_cores(capsys, monkeypatch, processes, train, thread
 def asked(monkeypatch, *flags, rest=("train",)):
     """The Job that these flags ask for."""
     jobs = []
-    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (jobs.append(job), (True, None, 75))[1])
+    monkeypatch.setattr(agent, "run", lambda job: (jobs.append(job), (True, None, 75))[1])
     assert command([*flags, "--", *rest]) == 75  # as the run says that saved itself
     return jobs[0]
+
+
+def test_a_module_starts_as_under_torchrun(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/train.py").write_text("")
+    module = ["-m", "mine.train", "--lr", "1", "--", "-m"]
+    assert asked(monkeypatch, "--nproc-per-node", "2", rest=module).command == ["-u", *module]
+    assert command(["--nproc-per-node", "2", *module]) == 75
 
 
 def test_single_node_meets_on_loopback_at_a_free_port(monkeypatch):
@@ -144,6 +153,13 @@ def test_nodes_meet_at_the_master(capsys, monkeypatch):
         ([], "nothing follows `--`"),
         (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
         (["--", "generate"], "'generate' follows `--`"),
+        (["-m"], "-m needs the name of a module"),
+        (
+            ["--nproc-per-node", "2", "-m", "no_such.one", "--lr", "1"],
+            "-m no_such.one: there is no no_such in the ",
+        ),
+        (["--", "-m", "lockstep.launch.nonesuch"], "there is no nonesuch in the package lockstep.launch"),
+        (["-m", "lockstep.launch"], "-m lockstep.launch is a package without __main__.py"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
         (["--", "train", "--hf-script", "script.py"], "--hf-args"),
         (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
@@ -295,7 +311,7 @@ def test_rank_ended_by_a_signal_comes_before_those_that_lost_it(tmp_path):
     [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "SIGINT", 130), (None, "SIGTERM", 143)],
 )
 def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch, number, name, code):
-    monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, number, 0))
+    monkeypatch.setattr(agent, "run", lambda job: (False, number, 0))
     with pytest.raises(LockstepError, match=f"ended by {name} before the run could save; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
     assert caught.value.exit_code == code

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch import agent
 from lockstep.launch.command import command
 from lockstep.launch.job import create_log_folder
 
@@ -39,7 +40,7 @@ def test_a_run_that_writes_nothing_leaves_nothing(monkeypatch, tmp_path):
         assert (tmp_path / "a" / "logs").is_dir()
         raise LockstepError("no such data")
 
-    monkeypatch.setattr("lockstep.launch.agent.run", refused)
+    monkeypatch.setattr(agent, "run", refused)
     run = ["train", "--save-dir", str(tmp_path), "--experiment-name", "a"]
     with pytest.raises(LockstepError, match="no such data"):
         command(["--nccl-debug", "--", *run])

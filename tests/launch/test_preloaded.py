@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch import workers
 from lockstep.launch.agent import adopt_orphans, reap_orphans
 from lockstep.launch.workers import Preloaded
 
@@ -83,7 +84,7 @@ def test_one_that_is_forked_too_late_never_begins(ready, tmp_path, monkeypatch):
     script = tmp_path / "late.py"
     script.write_text(f"import os\nopen({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w')\n")
     command = ["-m", "lockstep", "train", "--task", f"{script}:T", "--save-dir", str(tmp_path)]
-    monkeypatch.setattr("lockstep.launch.workers._ANSWER", 1e-6)
+    monkeypatch.setattr(workers, "_ANSWER", 1e-6)
     assert ready.start(command, os.environ | {"RANK": "0"}) is None
     monkeypatch.undo()
     process = ready.start(command, os.environ | {"RANK": "1"})

@@ -10,6 +10,7 @@ from shell import SLURM_TASK
 from test_launch import asked
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch import command as command_module
 from lockstep.launch import slurm
 from lockstep.launch.command import command
 
@@ -188,7 +189,7 @@ def test_cores_are_divided_only_if_slurm_gave_them_to_us(monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    monkeypatch.setattr("lockstep.launch.command.numa_nodes", lambda cpus: {0, 1})
+    monkeypatch.setattr(command_module, "numa_nodes", lambda cpus: {0, 1})
     four = ("--nproc-per-node", "4")
     job = asked(monkeypatch, *four)
     assert [len(share) for share in job.shares] == [3, 3, 3, 3]

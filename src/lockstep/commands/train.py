@@ -16,11 +16,23 @@ from lockstep.distributed import failures
 from lockstep.distributed.launcher import allocator_variables
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.distributed.starters import read_starter
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.interrupts import keep_interrupts
 from lockstep.training.state.run_dir import RunFolder
 
 __all__ = ["command", "config_and_task", "import_training"]
+
+_BEGIN = """lockstep train trains what its flags name, and there are none. Three ways to begin:
+
+  your own model:            lockstep init mine          writes a task, a config and a test
+  a text file or folder:     lockstep train --dataset-name FILE
+  the training code you have:
+    any script               lockstep trace -o one -- python train.py        records its steps, changes nothing
+    a LightningModule        lockstep train --lightning FILE.py:Module
+    a Hugging Face Trainer   lockstep train --hf-script FILE.py --hf-args FILE.json
+
+`lockstep train --experiment-name NAME` trains a small GPT on this Python's own library, as `make train` does.
+`lockstep train --help` lists the flags."""
 
 
 def command(argv: list[str]) -> int:
@@ -30,6 +42,10 @@ def command(argv: list[str]) -> int:
         UsageError: an invalid flag or combination; nothing was written.
         LockstepError: the run failed.
     """
+    # A launcher's processes train with the defaults.
+    if not argv and "WORLD_SIZE" not in os.environ:
+        print(_BEGIN, file=sys.stderr)
+        return UsageError.exit_code
     # CUDA may be initialised as soon as torch is imported, so set the allocator's variables before.
     if "torch" not in sys.modules:
         os.environ.update(allocator_variables(os.environ))

@@ -23,7 +23,7 @@ from lockstep.config.deepspeed import merge_settings, read_json
 from lockstep.config.engine_options import LAUNCHER_FLAGS, translate_launcher_flags
 from lockstep.config.fields import SPAN, FieldError, is_hub_name, is_span
 from lockstep.config.hints import FOREIGN, hint
-from lockstep.config.schema import DEFAULTS, Config, flag, is_auto, options, register_parser, sections
+from lockstep.config.schema import DEFAULTS, Config, flag, is_auto, is_typed, options, register_parser, sections
 from lockstep.config.sections import effective
 from lockstep.config.task_options import LANGUAGE, LIGHTNING, OWN, TASKS, TaskSpec, is_option_of, kind_of
 from lockstep.errors import SETTINGS, ConfigError
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         kwargs: of argparse.
 
     Attributes:
-        own: (title, destinations) of the task's flags, which `--help` lists first.
+        own: (title, destinations) of the task's or the script's flags, which `--help` lists first.
         common: destinations of the flags that `--help` lists, in this order; empty: all flags.
         examples: commands that `--help` lists after them, one per line.
     """
@@ -84,9 +84,16 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown flag, with the nearest known one, or a value of the wrong type.
         """
-        # The user writes flags, so from here on messages name settings by flag.
+        # As in `parse`: commands with further flags call this alone.
         SETTINGS.flags = True
-        return self.parse_args([_with_dashes(word) for word in argv])
+        return self.parse_args([self._with_dashes(word) for word in argv])
+
+    def _with_dashes(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        # A script's own flag may have underscores.
+        if word.startswith("--") and name not in self._option_string_actions:
+            return name.replace("_", "-") + equals + value
+        return word
 
     def format_help(self) -> str:
         """Format the text of `--help`: the common flags and the examples, or all flags."""
@@ -151,13 +158,6 @@ class _HelpAll(argparse.Action):
         assert isinstance(parser, Parser)
         print(parser.format_all(), end="")
         parser.exit()
-
-
-def _with_dashes(word: str) -> str:
-    name, equals, value = word.partition("=")
-    if word.startswith("--"):
-        return name.replace("_", "-") + equals + value
-    return word
 
 
 def _field_name(text: str) -> str:
@@ -246,7 +246,12 @@ def describe_preset(config: Config) -> str:
     )
 
 
-def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
+def parse(
+    argv: list[str],
+    prog: str = "lockstep train",
+    defaults: Mapping[str, Any] | None = None,
+    own: tuple[argparse.ArgumentParser, argparse.Namespace] | None = None,
+) -> Config:
     """Parse flags into a Config. `--help` prints the help and raises SystemExit(0).
 
     The flags of this process's own command line are noted in `SETTINGS`.
@@ -255,21 +260,33 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
         argv: the flags.
         prog: the command as typed, for the help and for errors.
         defaults: fields of Config, sections as dicts; the file and the flags override them.
+        own: the parser of a script's own flags, and the namespace to fill with their values.
 
     Raises:
         ConfigError: an unknown flag or key (with the nearest known one), or a value of the wrong type or out of bounds.
     """
-    args = vars(make_parser(argv, prog, defaults).read(argv))
+    # The user writes flags, so messages name settings by flag.
+    SETTINGS.flags = True
+    parser = make_parser(argv, prog, defaults, own[0] if own else None)
+    args = vars(parser.read(argv))
+    if own:
+        # `_script_flags` has refused names that both have.
+        for name in set(args) - _DESTINATIONS:
+            setattr(own[1], name, args[name])
     options = collect_options(args)
-    own = _by_dotted_name(defaults or {})
-    # Not a list that a test or a notebook makes up: these settings count for the whole process.
-    if argv == sys.argv[1:]:
+    own_defaults = _by_dotted_name(defaults or {})
+    if argv == sys.argv[1:] or is_typed(argv):
         SETTINGS.typed = options
-        SETTINGS.defaults = own
-    return build(apply_preset({**own, **options}))
+        SETTINGS.defaults = own_defaults
+    return build(apply_preset({**own_defaults, **options}))
 
 
-def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
+def make_parser(
+    argv: list[str],
+    prog: str,
+    defaults: Mapping[str, Any] | None = None,
+    script_parser: argparse.ArgumentParser | None = None,
+) -> Parser:
     """Make the parser of `lockstep train`, or of a script with its flags; see `parse`."""
     task_name = _task_in(argv) or str((defaults or {}).get("task", ""))
     task_kind = kind_of(task_name)
@@ -281,15 +298,25 @@ def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None =
         if task_kind == OWN
         else None,
         foreign=FOREIGN,
+        parents=[script_parser] if script_parser else [],
+        # A parent brings its own --help.
+        add_help=script_parser is None or not script_parser.add_help,
     )
     own = _by_dotted_name(defaults or {})
-    add_flags(parser, kind=task_kind, defaults=own)
+    try:
+        add_flags(parser, kind=task_kind, defaults=own)
+    except argparse.ArgumentError as error:
+        name = str(error).rpartition(" ")[2]
+        raise ConfigError(f"{name} of the script's parser is a flag of lockstep: read it from the Config") from None
     parser.common = COMMON_FLAGS
     if defaults is not None:
         # A script makes its task itself.
         parser.common = [name for name in COMMON_FLAGS if name not in _OF_TASK or name in own]
     if task_kind in TASKS and task_name:
         parser.own = f"flags of --task {task_kind}", TASKS[task_kind].common or _options_only_of(task_kind)
+    # A script's own flags come first: nobody knows them from elsewhere.
+    if script_parser:
+        parser.own = f"flags of {prog}", _script_flags(script_parser)
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
     parser.examples = (
@@ -297,6 +324,21 @@ def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None =
         f"lockstep launch --nproc-per-node 2 -- {script}{task} --exact",
     )
     return parser
+
+
+def _script_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """List the destinations of a script's own flags.
+
+    Raises:
+        ConfigError: one is that of an option of lockstep.
+    """
+    names = []
+    for action in parser._actions:
+        if action.dest in _DESTINATIONS:
+            raise ConfigError(f"dest '{action.dest}' of the script's parser is an option of lockstep: choose another")
+        if not isinstance(action, argparse._HelpAction):
+            names.append(action.dest)
+    return names
 
 
 def _options_only_of(kind: str) -> list[str]:

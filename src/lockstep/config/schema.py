@@ -8,6 +8,7 @@ kinds of values are resolved later, when the task and the plan are known (see `l
 "auto", and steps as epochs or as a share of the plan, `--eval-freq 1epoch`.
 """
 
+import argparse
 import dataclasses
 import math
 import os
@@ -65,6 +66,7 @@ __all__ = [
     "flag",
     "has_fixed_cut",
     "is_auto",
+    "is_typed",
     "lookup",
     "nearest_divisor",
     "options",
@@ -405,24 +407,59 @@ class Config:
 
         Args:
             argv: the flags. None: those of this process, in a notebook none; an error then prints one line and exits
-                with code 2 (under a launcher it is raised, which notes it), and `--help` exits with code 0.
+                with code 2 (under a launcher it is raised, which notes it), and `--help` exits with code 0. So do the
+                flags of this process that the script's own `parse_known_args` left.
             defaults: fields, as for the class; the flags and --config override them.
 
         Raises:
             ConfigError: an unknown flag (with the nearest one), or an invalid value.
         """
+        return cls._parse(argv, defaults, None)
+
+    @classmethod
+    def from_parser(
+        cls, parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **defaults: Any
+    ) -> tuple[Self, argparse.Namespace]:
+        """Make a Config as `from_args` does, and parse the script's own flags.
+
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--width", type=int, default=128, help="of the hidden layer")
+            config, own = lockstep.Config.from_parser(parser, batch_size=64)
+            lockstep.train(config, Mine(own.width))
+
+        Args:
+            parser: has the script's own flags, which `--help` lists first; none may be a flag of `lockstep train`.
+            argv: as for `from_args`.
+            defaults: as for `from_args`.
+
+        Returns:
+            The configuration, and the values of the own flags.
+
+        Raises:
+            ConfigError: as for `from_args`, or a flag of the parser is one of `lockstep train`.
+        """
+        values = argparse.Namespace()
+        return cls._parse(argv, defaults, (parser, values)), values
+
+    @classmethod
+    def _parse(
+        cls,
+        argv: Sequence[str] | None,
+        defaults: Mapping[str, Any],
+        own: tuple[argparse.ArgumentParser, argparse.Namespace] | None,
+    ) -> Self:
         if not _PARSERS:
             raise ConfigError("Config.from_args needs lockstep.config.cli; use lockstep.Config")
         parse = _PARSERS[0]
-        if argv is not None:
-            return cast(Self, parse(list(argv), defaults=defaults))
+        if argv is not None and not is_typed(argv):
+            return cast(Self, parse(list(argv), defaults=defaults, own=own))
         script = os.path.basename(sys.argv[0])
-        argv = sys.argv[1:]
+        flags = list(sys.argv[1:] if argv is None else argv)
         # The arguments of a notebook's kernel (ipykernel_launcher.py, colab_kernel_launcher.py) are not the cell's.
         if script.endswith("kernel_launcher.py"):
-            argv = []
+            flags = []
         try:
-            return cast(Self, parse(argv, script, defaults))
+            return cast(Self, parse(flags, script, defaults, own))
         except ConfigError as error:
             # Under torchrun raise the error, so that torch's own error file gets its message.
             if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -482,6 +519,15 @@ SPANS = (
     )
     - _SHARES
 )
+
+
+def is_typed(argv: Sequence[str]) -> bool:
+    """Whether `argv` is this process's command line, or what is left of it without the script's own flags.
+
+    Not a list that a test or a notebook makes up: typed settings count for the whole process.
+    """
+    words = iter(sys.argv[1:])
+    return bool(argv) and all(word in words for word in argv)
 
 
 def check_typed(typed: Mapping[str, Any], defaults: Collection[str], *, is_script: bool = False) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "is_own_address",
     "launcher_is_gone",
     "launcher_number",
+    "limit_opencv",
     "listen",
     "route_to",
     "torch_variables",
@@ -179,6 +180,18 @@ def choose_interface(host: str, environ: MutableMapping[str, str]) -> None:
 
 # OpenCV reads the variable when it is imported.
 OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
+
+
+def limit_opencv(environ: MutableMapping[str, str]) -> None:
+    """Give OpenCV one thread, unless the user set another number; torchrun limits other libraries alone."""
+    if OPENCV_THREADS in environ:
+        return
+    environ[OPENCV_THREADS] = "1"
+    opencv = sys.modules.get("cv2")
+    # By default it uses a thread for each core.
+    if opencv is not None and opencv.getNumThreads() == opencv.getNumberOfCPUs():
+        opencv.setNumThreads(1)
+
 
 # torch's own limit.
 _MAX_COMPILERS = 32

@@ -7,28 +7,35 @@
 
 Used by proofs, tests and benchmarks. The processes are forked from a server that has torch loaded, so a start takes a
 fraction of a second. A rank that fails, dies or is silent for `patience` seconds ends all of them. No process outlives
-the call, or the process that made the call.
+the call, or the process that made the call. `lockstep.launch` starts a user's own function the same way
+(`as_launcher`).
+
+What a notebook's cell defines is not importable, so cloudpickle sends it by value.
 """
 
 import contextlib
 import faulthandler
 import gc
 import importlib
+import math
 import multiprocessing
 import multiprocessing.reduction
 import multiprocessing.util
 import os
+import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,9 +45,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.distributed.launcher import compile_threads
 from lockstep.distributed.world import World
-from lockstep.errors import SETTINGS, ConfigError, LockstepError
+from lockstep.errors import SETTINGS, ConfigError, LockstepError, UsageError, user_traceback
 
-__all__ = ["RankFailure", "start"]
+__all__ = ["RankFailure", "dump_result", "is_importable_main", "start"]
 
 # Seconds until a process runs: the very first waits for the server to load torch.
 _START = 180.0
@@ -63,14 +70,19 @@ class RankFailure(LockstepError):
         super().__init__(message)
         self.rank = rank
         self.usage = usage
+        if usage:
+            self.exit_code = UsageError.exit_code
         self.details = details or {}
 
 
 class _RankSpec(NamedTuple):
-    """The arguments of one process."""
+    """The arguments of one process.
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    Attributes:
+        work: the function and its arguments.
+    """
+
+    work: Any
     environment: dict[str, str]
     device: str
     patience: float
@@ -81,6 +93,7 @@ class _RankSpec(NamedTuple):
     flags: bool
     # The calling process's, for the rank's own processes; None: Python's default.
     start_method: str | None
+    as_launcher: bool
 
 
 class _FailureReport(NamedTuple):
@@ -106,6 +119,7 @@ def start(  # noqa: PLR0913
     preload: Sequence[str] = (),
     before: Callable[[], None] | None = None,
     name: str = "the function",
+    as_launcher: bool = False,
 ) -> list[Any]:
     """Run `function(world, say, *args)` on `size` ranks; return the results by rank.
 
@@ -119,9 +133,12 @@ def start(  # noqa: PLR0913
         preload: modules that the server loads once for all ranks; no effect if it is already running.
         before: called in each process before it joins the others.
         name: the caller's name for `function` with its arguments, for errors.
+        as_launcher: run `function(*args)`, which joins the ranks itself, as under `lockstep launch`: ranks may be
+            silent for any time, and receive the signals of this process.
 
     Raises:
         RankFailure: names the first rank that failed.
+        KeyboardInterrupt: a second Ctrl-C, or one before all ranks run.
         ConfigError: `args` cannot be pickled.
     """
     context = multiprocessing.get_context("forkserver")
@@ -134,6 +151,9 @@ def start(  # noqa: PLR0913
         "127.0.0.1", port, None, True, wait_for, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     ranks: list[tuple[Any, Connection]] = []
+    running: set[int] = set()
+    work = _sendable((function, args), name)
+    limit = math.inf if as_launcher else patience
     with tempfile.TemporaryDirectory() as temporary:
         output_folder = folder or Path(temporary)
         try:
@@ -142,8 +162,7 @@ def start(  # noqa: PLR0913
                 variables = _environment(rank, size, port)
                 spec = _RankSpec(
                     *(
-                        function,
-                        args,
+                        work,
                         variables,
                         device,
                         patience,
@@ -153,13 +172,15 @@ def start(  # noqa: PLR0913
                         SETTINGS.flags,
                     ),
                     multiprocessing.get_start_method(allow_none=True),
+                    as_launcher,
                 )
                 # The process is no daemon, because it may have loader processes of its own.
                 process = context.Process(target=_run_rank, args=(sender, spec))
                 ranks.append((process, receiver))
                 _launch(process, name)
                 sender.close()
-            return _collect(ranks, patience, output_folder, folder is not None)
+            with _forward_signals(ranks, running) if as_launcher else contextlib.nullcontext():
+                return _collect(ranks, limit, output_folder, folder is not None, running)
         finally:
             for process, pipe in ranks:
                 if process.pid is not None:
@@ -168,6 +189,86 @@ def start(  # noqa: PLR0913
                 pipe.close()
             # Close the store after the ranks: it is their meeting point.
             del store
+
+
+class _ByValue:
+    """A pickle that defines classes and functions, loaded where it arrives."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
+
+
+def is_importable_main() -> bool:
+    """Whether new processes can import this program: not where a user types it, as in a notebook."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
+
+
+def _sendable(work: Any, name: str) -> Any:
+    """Return `work`, by value if it may refer to what other processes cannot import.
+
+    Raises:
+        ConfigError: it cannot be pickled, or cloudpickle is missing.
+    """
+    if is_importable_main():
+        return work
+    with contextlib.suppress(Exception):
+        # A class or function of a module is found there by its name.
+        if b"__main__" not in pickle.dumps(work):
+            return work
+    try:
+        return _ByValue(importlib.import_module("cloudpickle").dumps(work))
+    except ImportError:
+        raise ConfigError(
+            f"{name} is defined in a notebook or at a prompt, where other processes cannot import it: install "
+            "cloudpickle (the extra notebook of torch-lockstep), or write it into a file and import that"
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be sent to other processes ({error}): create what it uses within the function, or write it "
+            "into a file and import that"
+        ) from error
+
+
+def dump_result(result: Any) -> bytes:
+    """Pickle a rank's result, which may be an object of a class that was sent by value."""
+    with contextlib.suppress(ImportError):
+        return bytes(importlib.import_module("cloudpickle").dumps(result))
+    return pickle.dumps(result)
+
+
+@contextlib.contextmanager
+def _forward_signals(ranks: list[tuple[Any, Connection]], running: set[int]) -> Iterator[None]:
+    """Send Ctrl-C and SIGTERM on to the ranks, which save and end; a second Ctrl-C, or an early one, raises.
+
+    Python sets signal handlers in the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        # Before all ranks run there is nothing to save; the second time the user does not want to wait.
+        if number == signal.SIGINT:
+            interrupts.append(number)
+            if len(interrupts) > 1 or len(running) < len(ranks):
+                signal.default_int_handler(number, frame)
+        for process, _ in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _serve() -> None:
@@ -225,15 +326,20 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path, logged: bool) -> list[Any]:
-    """Collect all ranks' results; raise for the first rank that failed."""
+def _collect(
+    ranks: list[tuple[Any, Connection]], patience: float, folder: Path, logged: bool, running: set[int]
+) -> list[Any]:
+    """Collect all ranks' results; raise for the first rank that failed.
+
+    Args:
+        running: filled with the ranks that run.
+    """
     pipes = [pipe for _, pipe in ranks]
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     results: list[Any] = [None] * len(pipes)
     failed: list[_FailureReport] = []
-    running: set[int] = set()
     deadline = time.monotonic() + _START
-    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+    while waiting and (ready := wait(list(waiting), _seconds_until(deadline))):
         for pipe in cast(list[Connection], ready):
             rank = waiting[pipe]
             try:
@@ -268,6 +374,12 @@ def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path,
             f"ranks {late} of {len(pipes)} gave no sign of life for {patience:g} s", late[0], details=stacks
         )
     return results
+
+
+def _seconds_until(deadline: float) -> float | None:
+    if deadline == math.inf:
+        return None
+    return max(0.0, deadline - time.monotonic())
 
 
 def _describe_death(process: Any, folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
@@ -332,10 +444,17 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
             pipe.send(word)
 
     def say() -> None:
+        if spec.as_launcher:
+            send("alive", None)
+            return
         # Write the stack of a silent rank a little before the caller gives up.
         faulthandler.dump_traceback_later(0.9 * spec.patience, file=stack)
         send("alive", None)
 
+    if spec.as_launcher:
+        # A terminal and a notebook signal the whole group, and the calling process sends the signal on.
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Leaving a world ends with a garbage collection: exempt the objects inherited from the server.
     gc.freeze()
     say()
@@ -345,18 +464,22 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
     try:
         if spec.before:
             spec.before()
-        world = World.join(spec.device, spec.patience)
-        result = spec.function(world, say, *spec.args)
-        world.leave()
+        function, args = spec.work
+        if spec.as_launcher:
+            result = function(*args)
+        else:
+            world = World.join(spec.device, spec.patience)
+            result = function(world, say, *args)
+            world.leave()
         # A compilation leaves semaphores, and Python would warn of them. There is no public call for these finalizers.
         cast(Any, multiprocessing.util)._run_finalizers(0)
         faulthandler.cancel_dump_traceback_later()
         send("ended", result)
     except BaseException as error:
         faulthandler.cancel_dump_traceback_later()
-        if spec.logged:
+        if spec.logged and not spec.as_launcher:
             traceback.print_exc()
-        send("failed", _failure(rank, error))
+        send("failed", _failure(rank, error, spec.as_launcher))
     pipe.close()
     os._exit(0)
 
@@ -379,15 +502,18 @@ def _share_compilers(device: str, ranks: int) -> None:
     settings.compile_threads = int(threads)
 
 
-def _failure(rank: int, error: BaseException) -> _FailureReport:
+def _failure(rank: int, error: BaseException, as_launcher: bool) -> _FailureReport:
+    details = user_traceback(error) if as_launcher else traceback.format_exc()
     if isinstance(error, LockstepError):
         text = str(error)
+        if as_launcher:
+            details = ""
     else:
         text = f"{type(error).__name__}: {error}"
     # A relayed error comes after its cause, so it sorts behind it.
     follows = bool(getattr(error, "relayed", False))
     usage = getattr(error, "exit_code", 1) == 2
-    return _FailureReport(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
+    return _FailureReport(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, details)
 
 
 def _end_with_parent() -> None:

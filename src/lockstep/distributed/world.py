@@ -45,6 +45,7 @@ from lockstep.distributed.launcher import (
     check_reachable,
     choose_interface,
     launcher_number,
+    limit_opencv,
     listen,
 )
 from lockstep.distributed.membership import check_store, forget_lost_peers, lost_peers
@@ -252,7 +253,10 @@ class World:
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)
         rank, local_rank, size = (launcher_number(name, least) for name, least in _LAUNCHER)
-        rank_device = local_device(device, local_rank, launcher_number("LOCAL_WORLD_SIZE", 1))
+        neighbours = launcher_number("LOCAL_WORLD_SIZE", 1)
+        if neighbours > 1:
+            limit_opencv(os.environ)
+        rank_device = local_device(device, local_rank, neighbours)
         world = cls(rank, local_rank, size, rank_device, timeout)
         if rank_device.type == "cuda":
             # Select the device before anything touches CUDA, or every rank creates a context on device 0.

@@ -9,8 +9,9 @@ lockstep launch --slurm --nodes 4 --gpus-per-node 8 --time 4:00:00 -- train ... 
 
 torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, replace the flags of their names.
 
-A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of
-`train` are parsed here before anything starts, so that a wrong flag is reported once, not once per process.
+A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments], or a module of a
+package: ... -m package.module [arguments]. The flags of `train` are parsed here before anything starts, so that a wrong
+flag is reported once, not once per process.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -43,7 +45,7 @@ from lockstep.launch import kubernetes, slurm
 from lockstep.launch.job import Job, create_log_folder, log_folder, log_variables
 from lockstep.launch.secret import read_secret
 
-__all__ = ["command"]
+__all__ = ["command", "rank_variables"]
 
 # Losses within an hour that a run survives by default.
 _MAX_LOSSES = 8
@@ -125,10 +127,13 @@ def _import_agent() -> ModuleType:
 
 
 def _split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into launch's own flags and the command after `--`."""
-    if "--" in argv:
-        at = argv.index("--")
-        return argv[:at], argv[at + 1 :]
+    """Split the arguments into launch's own flags and the command after `--`, or from -m on."""
+    for at, word in enumerate(argv):
+        if word == "--":
+            return argv[:at], argv[at + 1 :]
+        # As torchrun does, take the rest as the module and its arguments.
+        if word == "-m":
+            return argv[:at], argv[at:]
     if "train" in argv:
         raise ConfigError("`--` is missing before `train`: lockstep launch [flags] -- train [flags of train]")
     return argv, []
@@ -153,11 +158,38 @@ def _is_exact(target: list[str]) -> bool:
         if not Path(target[0]).is_file():
             raise ConfigError(f"launch: there is no file {target[0]}; pass a script, or train, after `--`")
         return "--exact" in target
+    if target and target[0] == "-m":
+        _check_module(target[1] if len(target) > 1 else "")
+        return "--exact" in target
     program = f"'{target[0]}'" if target else "nothing"
     raise ConfigError(
         f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but {program} follows `--`: lockstep "
-        "launch ... -- train [flags], or ... -- script.py [arguments]"
+        f"launch starts `train`, `evaluate`, `profile`, `doctor`, a script or a module, but {program} follows `--`: "
+        "lockstep launch ... -- train [flags], ... -- script.py [arguments], or ... -m package.module [arguments]"
     )
+
+
+def _check_module(name: str) -> None:
+    """Check that `python -m NAME` would find a module to run, without an import.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not name or name.startswith("-"):
+        raise ConfigError("launch: -m needs the name of a module: lockstep launch ... -m package.module [arguments]")
+    # Python looks into the current folder first.
+    folders = [os.getcwd(), *sys.path]
+    parent = ""
+    for part in name.split("."):
+        full_name = f"{parent}.{part}" if parent else part
+        spec = PathFinder.find_spec(full_name, folders)
+        if spec is None:
+            place = f"package {parent}" if parent else f"folder {os.getcwd()} or among the installed packages"
+            raise ConfigError(f"launch: -m {name}: there is no {part} in the {place}")
+        folders = list(spec.submodule_search_locations or ())
+        parent = full_name
+    if folders and PathFinder.find_spec(f"{name}.__main__", folders) is None:
+        raise ConfigError(f"launch: -m {name} is a package without __main__.py: name one of its modules")
 
 
 def _parser() -> Parser:
@@ -166,7 +198,8 @@ def _parser() -> Parser:
         elsewhere[name.partition(".")[2] or name] = _ELSEWHERE
     parser = Parser(
         prog="lockstep launch",
-        usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]",
+        usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]   or   "
+        "... -m package.module [arguments]",
         description="Starts a run on several processes, and restarts it after a failure; it resumes by itself.",
         epilog="The flags of train: `lockstep train --help`, and `lockstep train --help-all`.",
         foreign=elsewhere,
@@ -250,7 +283,7 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
     is_host = args.node_rank == 0 and (not args.rdzv_endpoint or is_own_address(host))
     shares = _shares(args.nproc_per_node, os.environ)
     return Job(
-        command=["-u", *target] if target[0].endswith(".py") else ["-m", "lockstep", *target],
+        command=["-u", *target] if target[0] == "-m" or target[0].endswith(".py") else ["-m", "lockstep", *target],
         processes=args.nproc_per_node,
         nodes=nodes,
         backend=args.rdzv_backend,
@@ -261,7 +294,7 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         restarts=args.max_restarts if restartable else 0,
         least=args.min_ranks,
         losses=_losses(args, nodes) if restartable else 0,
-        environment=_environment(args.nproc_per_node, "" if nodes[1] == 1 else host, exact)
+        environment=rank_variables(args.nproc_per_node, "" if nodes[1] == 1 else host, exact)
         | ({CORES_VARIABLE: str(sum(map(len, shares)))} if shares else {}),
         shares=shares,
         secret=read_secret(args.rdzv_secret_file, os.environ),
@@ -359,7 +392,7 @@ def _settings(text: str) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _environment(processes: int, host: str, exact: bool) -> dict[str, str]:
+def rank_variables(processes: int, host: str, exact: bool) -> dict[str, str]:
     """Return the variables that torchrun leaves to the user, who may override them.
 
     Args:

@@ -289,7 +289,7 @@ def _config(target: list[str]) -> Config | None:
         flags.find_script(options, values)
         return cli.build(cli.apply_preset(values))
     # A script is in the image, so its file is not looked for here.
-    if program in ("evaluate", "doctor", "profile") or program.endswith(".py"):
+    if program in ("evaluate", "doctor", "profile", "-m") or program.endswith(".py"):
         return None
     raise ConfigError(
         f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but '{program}' follows `--`"

@@ -244,7 +244,8 @@ def _run_folder(target: Sequence[str], *, array: bool) -> tuple[str, Path]:
     if target[0] == "evaluate" and len(target) > 1 and not (target[1].startswith("-") or is_url(target[1])):
         run = Path(target[1]).expanduser().absolute()
         return f"evaluate-{run.name}", run / "slurm"
-    return Path(target[0]).stem, Path.cwd() / "slurm"
+    program = target[1] if target[0] == "-m" else Path(target[0]).stem
+    return program, Path.cwd() / "slurm"
 
 
 def _seeds(text: str | None) -> list[int]:

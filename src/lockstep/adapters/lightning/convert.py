@@ -32,7 +32,7 @@ from lockstep.config import cli
 from lockstep.config.schema import DEFAULTS, Config
 from lockstep.data.loader import generators_kept, seed_everything
 from lockstep.errors import ConfigError
-from lockstep.task_file import import_class
+from lockstep.task_file import construct, import_class
 
 __all__ = [
     "configure",
@@ -252,7 +252,7 @@ def _build(spec: str, seed: int) -> tuple[Config, LightningTask]:
 def _instantiate(spec: str, flag: str) -> Any:
     target_class = import_class(spec, flag, _MARKERS[flag])
     try:
-        return target_class()
+        return construct(target_class)
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

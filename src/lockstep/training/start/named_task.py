@@ -15,7 +15,7 @@ from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
 from lockstep.task import Task, as_task, check_class
-from lockstep.task_file import import_class
+from lockstep.task_file import construct, import_class
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, corpus_for, hub_task, loss_inside
 from lockstep.text.token_store import TokenizerToTrain
 
@@ -69,7 +69,7 @@ def load_task(name: str) -> Task:
     if isinstance(task_class, type):
         check_class(task_class)
     try:
-        task = task_class()
+        task = construct(task_class)
     except Exception as error:
         raise ConfigError(
             f"--task '{name}': {task_class.__name__}() failed ({error}); it must need no arguments"
