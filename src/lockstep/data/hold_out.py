@@ -52,7 +52,9 @@ def split_samples(samples: int, fraction: float, seed: int = 0) -> tuple[list[in
         fraction: of the samples for evaluation.
         seed: not the run's, so that runs with other seeds are evaluated on the same samples.
     """
+    # Neither part may be empty, whatever the share.
     count = min(max(round(samples * fraction), 1), samples - 1)
     evaluated = sorted(Shuffled(samples, seed).at(0, count)[1].tolist())
+    # A list would be searched once for each sample.
     excluded = set(evaluated)
     return [sample for sample in range(samples) if sample not in excluded], evaluated

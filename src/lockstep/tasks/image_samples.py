@@ -166,6 +166,7 @@ def image_folder(
             f"lockstep.image_folder: mean is {tuple(mean)} and std {tuple(std)}: each must have three values, "
             "and std no 0"
         )
+    # Before the folder is searched, which may take minutes.
     check_pillow(label)
     training = split == "train"
     # The first call reports the files that are left out.

@@ -167,6 +167,7 @@ def _conversation(column: str, flag: str) -> Callable[[Row], Example]:
         # ShareGPT's system prompt may have a column of its own.
         system = row.get("system")
         if column != "messages" and isinstance(system, str) and system and messages[0]["role"] != "system":
+            # Left out, it would be missing without a word.
             messages.insert(0, {"role": "system", "content": system})
         return Example("", messages=tuple(messages), tools=_tools(row.get(_TOOLS), flag))
 

@@ -159,6 +159,7 @@ def _seq_len(planner: Planner, estimate: MemoryEstimate) -> int | None:
         return None
     windows = subject.windows
     length = requested_seq_len(config)
+    # The subject was built with this length too.
     if subject.context:
         length = min(length, subject.context)
     most = subject.context or _LONGEST * length
