@@ -247,12 +247,13 @@ def test_the_ideas_run(here):
 
 
 def test_the_tutorial_of_images_runs(tmp_path):
-    run_page("docs/tutorials/images.md", tmp_path, ["draw.py"])
+    run_page("docs/tutorials/images.md", tmp_path, ["draw.py", "own.py"])
     go(tmp_path, warm.python(), "draw.py")
     line = re.search(r"^lockstep (train .*)$", (ROOT / "docs/tutorials/images.md").read_text(), re.MULTILINE)[1]
     go(tmp_path, warm.python(), "-m", "lockstep", *line.split(), "--max-steps", "4")
     shown = go(tmp_path, warm.python(), "-m", "lockstep", "evaluate", "outputs/shapes")
     assert "top1" in shown
+    same_fingerprints(tmp_path, "own.py", "--exact", "--max-steps", "4", "--experiment-name")
 
 
 def test_ddp_tutorial_finds_the_mistake_and_proves_the_fix(tmp_path, bash):

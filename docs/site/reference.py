@@ -28,7 +28,7 @@ from lockstep.training.step.recorder import EXIT_INTERRUPTED, EXIT_SAVED
 GROUPS = {
     "A run": ("Config", "train", "Run", "Step", "EvaluationRecord", "Best", "Result", "launch", "load", "verify"),
     "A task": ("Task", "CausalLM", "torch_schedule"),
-    "Data": ("shards", "index_shards", "stream", "mixture"),
+    "Data": ("image_folder", "hold_out", "shards", "index_shards", "stream", "mixture"),
     "Sections of the configuration": ("Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim"),
     "From other libraries": ("from_lightning", "from_trainer"),
     "Parts for your own loop": (

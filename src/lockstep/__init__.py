@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.config.cli import Config
     from lockstep.config.engine_options import EngineOptions
     from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
+    from lockstep.data.hold_out import hold_out
     from lockstep.data.mixture import mixture
     from lockstep.data.shards import index_shards, shards
     from lockstep.data.stream_types import stream
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.own_loop import autocast, gather_for_metrics, load_state, loader, save_state, step_backward
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.task import Task
+    from lockstep.tasks.image_samples import image_folder
     from lockstep.tasks.language_model import CausalLM
     from lockstep.training.inference import load
     from lockstep.training.run import Result, Run, train
@@ -51,6 +53,7 @@ _MODULES = {
         "Model",
         "Optim",
     ),
+    "lockstep.data.hold_out": ("hold_out",),
     "lockstep.data.mixture": ("mixture",),
     "lockstep.data.shards": (
         "index_shards",
@@ -74,6 +77,7 @@ _MODULES = {
         "Step",
     ),
     "lockstep.task": ("Task",),
+    "lockstep.tasks.image_samples": ("image_folder",),
     "lockstep.tasks.language_model": ("CausalLM",),
     "lockstep.training.inference": ("load",),
     "lockstep.training.run": (
@@ -105,6 +109,8 @@ __all__ = [
     "from_lightning",
     "from_trainer",
     "gather_for_metrics",
+    "hold_out",
+    "image_folder",
     "index_shards",
     "launch",
     "load",

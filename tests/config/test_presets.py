@@ -30,6 +30,8 @@ def test_flags_and_files_win_over_it(tmp_path):
     config = parse([*HUB, "--config", str(file), "--batch-size", "6"])
     assert (config.lr, config.batch_size, config.optim.period, config.num_epochs) == (0.5, 6, 7, 100)
     assert "batch 6" in describe_preset(config)
+    assert "up to 1024 tokens" in describe_preset(config)
+    assert "blocks of 32 tokens" in describe_preset(parse([*HUB, "--seq-len", "32"]))
     assert "over 7 steps" in describe_preset(config)
 
 

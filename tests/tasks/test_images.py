@@ -26,7 +26,8 @@ from lockstep.errors import ConfigError, DataError, LockstepError, ResumeError
 from lockstep.logging.jsonl import read
 from lockstep.models.vision import ResNet, ViT, patch_for
 from lockstep.tasks.image_data import ImageError, open_image
-from lockstep.tasks.images import Prepared, Preparing, make
+from lockstep.tasks.image_samples import ImageSamples, ImageTransform
+from lockstep.tasks.images import make
 
 SMALL = {"batch_size": 32, "micro_batch_size": 8, "max_steps": 4, "log_freq": 2, "device": "cpu", "lr": 0.01}
 
@@ -124,8 +125,8 @@ class Numbered:
 
 @given(st.integers(0, 2), st.booleans(), st.integers(0, 1000))
 def test_crop_is_a_window_of_the_padded_image_by_the_seed(padding, flip, seed):
-    how = Preparing(6, 1, (0.25,), (0.5,), padding, flip, torch.float64)
-    samples = Prepared(Numbered(), how, augmented=True)
+    how = ImageTransform(6, 1, (0.25,), (0.5,), padding, flip, torch.float64)
+    samples = ImageSamples(Numbered(), how, (), augmented=True)
     assert samples.draws_random == bool(padding or flip)
     seed_everything(seed)
     image, label = samples[0]
@@ -144,7 +145,7 @@ def test_crop_is_a_window_of_the_padded_image_by_the_seed(padding, flip, seed):
 
 
 def test_a_mirrored_image_comes_in_half_of_the_draws():
-    samples = Prepared(Numbered(), Preparing(6, 1, (0.0,), (1.0,), 0, True, torch.float32), augmented=True)
+    samples = ImageSamples(Numbered(), ImageTransform(6, 1, (0.0,), (1.0,), 0, True, torch.float32), (), augmented=True)
     seed_everything(0)
     images = [samples[0][0] for _ in range(200)]
     assert 60 < sum(bool(image[0, 0, 0] > image[0, 0, 1]) for image in images) < 140

@@ -371,7 +371,9 @@ def test_what_does_not_fit_is_said_before_anything_is_prepared(tmp_path, model_f
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     base = {"dataset_name": str(path), "model_name": str(model_folder)}
     with pytest.raises(ConfigError, match="--seq-len 65 is longer than the context"):
-        hub_task(Config(**base, seq_len=65), print)
+        hub_task(Config(**base, seq_len=65, preset="source"), print)
+    task = hub_task(Config(**base, preset="source", data=Data(packing="blocks", evaluation=0.3)), print)
+    assert task.corpus.train.seq_len == 64
     with pytest.raises(ConfigError, match="leaves a block nothing to predict"):
         hub_task(Config(**base, seq_len=1, data=Data(packing="blocks")), print)
     with pytest.raises(DataError, match=r"evaluation split has \d+ tokens, fewer than one window of --seq-len 64 \+ 1"):

@@ -149,7 +149,7 @@ def test_rows_of_prompts_and_conversations_are_found_by_column():
     assert reader({"text": True, "messages": False}, "", "x", answers=True)({"text": "a", "messages": TALK}).messages
     assert reader({"text": True, "messages": False}, "", "x", answers=False)({"text": "a"}).text == "a"
     with pytest.raises(DataError, match="'messages' must be a list of turns"):
-        read({"messages": [{"from": "user"}]})
+        read({"messages": [{"name": "user"}]})
     with pytest.raises(DataError, match=r"no 'prompt' with 'completion'.*its columns: a, b"):
         reader({"a": True, "b": True}, "", "x", answers=True)
 
@@ -183,6 +183,33 @@ def test_tools_beside_messages_reach_the_template_or_are_said(tmp_path, chat):
     assert example.tools == (schema,)
     with refuses(DataError, "tools"):
         read({"messages": TALK, "tools": "add"})
+
+
+def test_chats_of_sharegpt_are_read_as_messages(tmp_path, chat):
+    turns = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TALK]
+    path = hub_files.write_jsonl(tmp_path / "s.jsonl", [{"id": "a", "conversations": turns}] * 20)
+    plain = hub_files.write_jsonl(tmp_path / "m.jsonl", [{"messages": TALK}] * 20)
+    both = [corpus(each, chat(PLAIN), packing="padded", seq_len=400) for each in (path, plain)]
+    assert both[0].chat
+    assert both[0].train[0]["labels"].tolist() == both[1].train[0]["labels"].tolist()
+    read = reader({"conversations": False, "system": True}, "", "x", answers=True)
+    row = {"conversations": [{"from": "observation", "value": "7", "weight": None}], "system": "short"}
+    assert read(row).messages == ({"role": "system", "content": "short"}, {"role": "tool", "content": "7"})
+    with refuses(DataError, "conversations", "from", "value"):
+        read({"conversations": [{"value": "no role"}]})
+
+
+@pytest.mark.parametrize(
+    "turn", [{"from": "bot", "value": "x"}, {"role": "bot", "content": "x"}], ids=lambda turn: next(iter(turn))
+)
+def test_an_unknown_role_is_named_with_its_row(tmp_path, chat, turn):
+    name = "messages" if "role" in turn else "conversations"
+    asked = dict(zip(turn, ("user", "hi"), strict=True))
+    path = hub_files.write_jsonl(tmp_path / "c.jsonl", [{name: [asked]}] * 5 + [{name: [asked, turn]}])
+    with refuses(DataError, "row 5", "'bot'", "assistant", "gpt"):
+        corpus(path, chat(PLAIN), packing="padded", evaluation=0.01)
+    named = PLAIN + "{% if m is defined and m.role == 'bot' %}{% endif %}"
+    assert corpus(path, chat(named), packing="padded", evaluation=0.01, labels="all").chat
 
 
 def test_conversations_are_prepared_and_gone_on_with(tmp_path, chat):

@@ -69,7 +69,7 @@ def go(world, places, argv):
     """(exit code, fingerprint of the weights) of a run in a process of its own, which knows HF_HOME by `places`."""
     os.environ |= places
     _use_home(places)
-    config = cli.parse([*NAMED, "--seq-len", "32", "--device", "cpu", *argv])
+    config = cli.parse([*NAMED, "--device", "cpu", *argv])
     result = lockstep.train(config, None, world)
     return result.exit_code, checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
 
@@ -78,11 +78,13 @@ def test_the_source_documents_command(tmp_path, home, places):
     argv = ["--experiment-name", "E", "--save-dir", str(tmp_path), "--max-steps", "4", "--log-freq", "1"]
     [said] = run(told, 1, places, argv)
     assert said.count("preset source: seed 0, 100 epochs, lr 3e-05") == 1
+    assert said.count("preset source: blocks of 64 tokens") == 1  # the model's context, as in the script
     folder = tmp_path / "E"
     sources = json.loads((folder / "environment.json").read_text())["sources"]
     assert sources == {"openai-community/gpt2": COMMIT, "tatsu-lab/alpaca": COMMIT}
     kept = cli.read_toml(folder / "config.toml")
     assert (kept["precision"], kept["data.packing"], kept["batch_size"]) == ("bf16-true", "blocks", 1)
+    assert kept["seq_len"] == 64
     logged = [record for record in records(folder / "metrics.jsonl") if "lr" in record]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000, eta_min=3e-7)

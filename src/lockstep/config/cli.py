@@ -23,7 +23,17 @@ from lockstep.config.deepspeed import merge_settings, read_json
 from lockstep.config.engine_options import LAUNCHER_FLAGS, translate_launcher_flags
 from lockstep.config.fields import SPAN, FieldError, is_hub_name, is_span
 from lockstep.config.hints import FOREIGN, hint
-from lockstep.config.schema import DEFAULTS, Config, flag, is_auto, is_typed, options, register_parser, sections
+from lockstep.config.schema import (
+    DEFAULTS,
+    Config,
+    flag,
+    is_auto,
+    is_typed,
+    options,
+    register_parser,
+    requested_seq_len,
+    sections,
+)
 from lockstep.config.sections import effective
 from lockstep.config.task_options import LANGUAGE, LIGHTNING, OWN, TASKS, TaskSpec, is_option_of, kind_of
 from lockstep.errors import SETTINGS, ConfigError
@@ -197,7 +207,8 @@ def _number(text: str, kind: str = "a number") -> float:
 
 
 # The options of the script in chapter 1 of the "distributed training guide": AdamW with torch's defaults, the schedule
-# CosineAnnealingLR(T_max=1000, eta_min=lr / 100), bf16 parameters, blocks of text without separators.
+# CosineAnnealingLR(T_max=1000, eta_min=lr / 100), bf16 parameters, blocks of text without separators; their length is
+# `requested_seq_len`, or the model's context if that is shorter.
 _SOURCE: dict[str, Any] = {
     "seed": 0,
     "num_epochs": 100,
@@ -205,7 +216,6 @@ _SOURCE: dict[str, Any] = {
     "batch_size": 1,
     "log_freq": 100,
     "ckpt_freq": 500,
-    "seq_len": 1024,
     "precision": "bf16-true",
     "data.packing": "blocks",
     "optim.beta2": 0.999,
@@ -239,10 +249,11 @@ def describe_preset(config: Config) -> str:
     """Describe in one line what the preset "source" set, after file and flags."""
     optim = config.optim
     period = f" over {optim.period} steps" if optim.period else ""
+    length = f"{'up to ' * is_auto(config, 'seq_len')}{requested_seq_len(config)}"
     return (
         f"preset source: seed {config.seed}, {config.num_epochs} epochs, lr {config.lr:g} ({optim.schedule}"
         f"{period} to {optim.floor:.0%}), batch {config.batch_size}, {config.precision}, blocks of "
-        f"{config.seq_len} tokens; flags override it, --preset none switches it off"
+        f"{length} tokens; flags override it, --preset none switches it off"
     )
 
 

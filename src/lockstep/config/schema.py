@@ -59,6 +59,7 @@ __all__ = [
     "BOUNDS",
     "DEFAULTS",
     "SINK_FLAGS",
+    "SOURCE_SEQ_LEN",
     "SPANS",
     "Config",
     "choose_micro_batch_size",
@@ -71,6 +72,7 @@ __all__ = [
     "nearest_divisor",
     "options",
     "register_parser",
+    "requested_seq_len",
     "sections",
 ]
 
@@ -223,7 +225,7 @@ class Config:
     )
     seq_len: int = auto(
         AutoInt(128),
-        "tokens per sample; auto: up to 1024 of a prompt or conversation, else 128",
+        "tokens per sample; auto: up to 1024 of a prompt or conversation, and with --preset source, else 128",
         tasks="causal-lm, classification",
     )
     log_freq: int = auto(
@@ -599,6 +601,17 @@ def is_auto(config: Config, name: str) -> bool:
     marker = _AUTO_VALUES[name]
     # 16 equals AutoInt(16), but only the latter means "auto".
     return type(value) is type(marker) and bool(value == marker)
+
+
+# Tokens of a block in the script of the guide that `--preset source` follows.
+SOURCE_SEQ_LEN = 1024
+
+
+def requested_seq_len(config: Config) -> int:
+    """Return the tokens per sample before a model's context limits them."""
+    if config.preset == "source" and is_auto(config, "seq_len"):
+        return SOURCE_SEQ_LEN
+    return int(config.seq_len)
 
 
 def has_fixed_cut(config: Config) -> bool:

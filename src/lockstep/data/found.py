@@ -53,7 +53,7 @@ class FoundFiles:
     """
 
     def __init__(self, label: str, flag: str = "--data.skip", kind: str = "files") -> None:
-        self._label = label
+        self.label = label
         self._flag = flag
         self._kind = kind
         self._read = 0
@@ -102,13 +102,13 @@ class FoundFiles:
         if not self._left:
             return
         if self.share <= limit:
-            say(f"{self._label}: {self.note}")
+            say(f"{self.label}: {self.note}")
             return
         if self._flag:
             allowed = f", or allow it with {self._flag} {math.ceil(100 * self.share) / 100}"
         else:
             allowed = ""
-        raise DataError(f"{self._label}: {self.note}; convert, move or remove them{allowed}")
+        raise DataError(f"{self.label}: {self.note}; convert, move or remove them{allowed}")
 
 
 def is_about(name: str) -> bool:

@@ -55,6 +55,9 @@ __all__ = [
 
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NO_LIMIT = 10**9
+# The roles of common chat templates; a template may name more.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _NO_TEMPLATE = (
     "the tokenizer has no chat template; set --tokenizer to the model's chat version (its tokenizer_config.json or "
     "chat_template.jinja has one), or use rows with the columns prompt and completion"
@@ -86,10 +89,12 @@ def chat_tokens(
         tools: that the assistant may call, for the template.
 
     Raises:
-        DataError: no template, one that rejects these turns, or one in which a turn changes earlier text.
+        DataError: no template, one that rejects these turns, one in which a turn changes earlier text, or a role that
+            no template knows.
     """
     if not _chat_template(tokenizer):
         raise DataError(f"--dataset-name: row {row} is a conversation, but {_NO_TEMPLATE}")
+    _check_roles(tokenizer, messages, row)
     try:
         if not masked:
             tokens = _encode(tokenizer, _render(tokenizer, list(messages), tools=tools))
@@ -110,6 +115,21 @@ def chat_tokens(
             f"--dataset-name, row {row}: the tokenizer's chat template rejects its messages ({message_text}); fix or "
             "remove the row"
         ) from error
+
+
+def _check_roles(tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: int) -> None:
+    """Raise DataError for a role that is neither common nor named by the template.
+
+    Many templates render any name, so nothing of a turn of "bot" would be learned.
+    """
+    for message in messages:
+        role = message.get("role")
+        if role in _ROLES or re.search(rf"""['"]{re.escape(str(role))}['"]""", _chat_template(tokenizer)):
+            continue
+        raise DataError(
+            f"--dataset-name, row {row}: the role '{role}' is unknown; the known ones are {', '.join(_ROLES)}, "
+            "those of the tokenizer's chat template, and in ShareGPT's turns (from, value) human and gpt; rename it"
+        )
 
 
 def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -494,6 +514,7 @@ class HubTokenizer:
     Attributes:
         vocab_size: tokens that it knows.
         separator: the token that ends a document (end of sequence, else of a sentence pair); -1 if it has none.
+        context: the longest sequence of its model, in tokens; 0 if it does not know.
         fingerprint: hex; equal for tokenizers that give the same tokens.
 
     Raises:
@@ -514,6 +535,9 @@ class HubTokenizer:
         candidates = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
         self.vocab_size = len(self._tokenizer)
         self.separator = int(next((token for token in candidates if token is not None), -1))
+        longest = int(self._tokenizer.model_max_length)
+        # An unset length is a very large number.
+        self.context = longest if longest < _NO_LIMIT else 0
         self.fingerprint = self._fingerprint()
 
     def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:

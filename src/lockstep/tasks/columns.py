@@ -13,7 +13,6 @@ import xxhash
 from torch import Tensor
 
 from lockstep.config.secrets import printable
-from lockstep.data.sampler import Shuffled
 from lockstep.errors import ConfigError, DataError
 from lockstep.extras import install_extra
 from lockstep.task import Task
@@ -27,12 +26,7 @@ __all__ = [
     "find_column",
     "fingerprint_of",
     "names_of",
-    "split_samples",
 ]
-
-
-# Fixed, not the run's seed: runs with other seeds are evaluated on the same samples.
-_SPLIT_SEED = 0
 
 
 def digits(flag: str) -> tuple[Tensor, Tensor]:
@@ -63,17 +57,6 @@ def diabetes(flag: str) -> dict[str, list[float]]:
     for index, name in enumerate(bunch.feature_names):
         columns[name] = bunch.data[:, index].tolist()
     return {**columns, "target": bunch.target.tolist()}
-
-
-def split_samples(samples: int, fraction: float) -> tuple[list[int], list[int]]:
-    """Split samples into (training, evaluation), the same for every seed.
-
-    Each is in the data's order and has at least one sample; `samples` must be two or more.
-    """
-    count = min(max(round(samples * fraction), 1), samples - 1)
-    evaluated = sorted(Shuffled(samples, _SPLIT_SEED).at(0, count)[1].tolist())
-    excluded = set(evaluated)
-    return [sample for sample in range(samples) if sample not in excluded], evaluated
 
 
 def _datasets(flag: str) -> Any:

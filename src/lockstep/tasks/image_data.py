@@ -24,16 +24,19 @@ from torch import Tensor
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.data.found import FoundFiles
+from lockstep.data.hold_out import split_samples
 from lockstep.errors import ConfigError, DataError
 from lockstep.extras import install_extra
 from lockstep.files import cache_folder
-from lockstep.tasks.columns import class_labels, digits, find_column, split_samples
+from lockstep.tasks.columns import class_labels, digits, find_column
 from lockstep.text.hub import DataRequest, open_table, table_files
 
 __all__ = [
     "DIGITS",
     "ImageData",
     "Raw",
+    "check_pillow",
+    "open_folder",
     "open_images",
 ]
 
@@ -64,8 +67,8 @@ class ImageError(Exception):
         return ImageError, (self.filename, str(self))
 
 
-def _check_installed(flag: str) -> None:
-    """Check that pillow is installed; `flag` is the flag that needs it.
+def check_pillow(flag: str) -> None:
+    """Check that pillow is installed; `flag` names what needs it.
 
     Raises:
         ConfigError: it is not.
@@ -179,10 +182,10 @@ def open_images(config: Config, say: Say) -> ImageData:
         return _digits(config.data.evaluation)
     if name.startswith("builtin:"):
         raise DataError(f"--dataset-name {name}: unknown; the built-in images are {DIGITS}")
-    _check_installed(f"--dataset-name {name}")
+    check_pillow(f"--dataset-name {name}")
     if is_hub_name(name) or table_files(name):
         return _table(config, say)
-    return _folder(name, config, say)
+    return open_folder(name, config.data.evaluation, FoundFiles(f"--dataset-name {name}"), config.data.skip, say)
 
 
 @final
@@ -222,10 +225,20 @@ class _Files:
         return open_image(self.root / self.names[index], channels=channels, size=size)
 
 
-def _folder(name: str, config: Config, say: Say) -> ImageData:
-    """Open ROOT/CLASS/FILE, with a share for evaluation, or ROOT/train and ROOT/validation (val, test)."""
+def open_folder(name: str | PathLike[str], fraction: float, tally: FoundFiles, skip: float, say: Say) -> ImageData:
+    """Open ROOT/CLASS/FILE, with a share for evaluation, or ROOT/train and ROOT/validation (val, test).
+
+    Args:
+        fraction: share of the images for evaluation, if the folder has none of its own.
+        tally: counts the files; its label starts the messages.
+        skip: share of the files that may be left out.
+        say: gets a line about these.
+
+    Raises:
+        DataError: see `open_images`.
+    """
     root = Path(name).expanduser()
-    flag = f"--dataset-name {name}"
+    flag = tally.label
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
     evaluation_part = ""
@@ -247,7 +260,7 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
     else:
         if len(train) < 2:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
-        trained, evaluated = split_samples(len(train), config.data.evaluation)
+        trained, evaluated = split_samples(len(train), fraction)
         evaluation = [train[sample] for sample in evaluated]
         train = [train[sample] for sample in trained]
     content = []
@@ -258,22 +271,23 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
         if evaluation_part and split != evaluation_part:
             others.add(split)
     sizes = {file: size for file, size, _ in content}
-    _account(root, sizes, broken, others, flag).check(config.data.skip, say)
+    _account(root, sizes, broken, others, tally)
+    tally.check(skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
     return ImageData(_Files(root, train), _Files(root, evaluation), tuple(classes), 3, digest)
 
 
 def _account(
-    root: Path, read: Mapping[str, int], broken: Mapping[str, str], others: Container[str], flag: str
-) -> FoundFiles:
+    root: Path, read: Mapping[str, int], broken: Mapping[str, str], others: Container[str], tally: FoundFiles
+) -> None:
     """Account for each file below a folder of images.
 
     Args:
         read: the bytes of each file that is read.
         broken: the reason for each file of a class that is not.
         others: folders of splits that are not asked for.
+        tally: gets them.
     """
-    tally = FoundFiles(flag)
     for size in read.values():
         tally.add(size)
     for folder, folders, files in os.walk(root):
@@ -295,7 +309,6 @@ def _account(
                 else:
                     reason = "without a suffix of an image"
                 tally.leave_out(file, (root / file).lstat().st_size, broken.get(file, reason))
-    return tally
 
 
 def _classes(root: Path, flag: str) -> list[str]:

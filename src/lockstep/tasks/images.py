@@ -28,8 +28,9 @@ from lockstep.models.timm import TimmModel
 from lockstep.models.vision import ResNet, ViT, patch_for
 from lockstep.task import Task
 from lockstep.tasks.columns import fingerprint_of, names_of
-from lockstep.tasks.image_data import DIGITS, ImageData, Raw, open_images
+from lockstep.tasks.image_data import DIGITS, ImageData, open_images
 from lockstep.tasks.image_mixing import mixing, rand_augment
+from lockstep.tasks.image_samples import ImageSamples, ImageTransform, default_padding
 
 __all__ = [
     "DTYPES",
@@ -171,86 +172,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 _TOP = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Preparing:
-    """The conversion of an image to the model's input.
-
-    Attributes:
-        size, channels: of the model's images.
-        mean, std: of each channel, for values from 0 to 1: subtracted, and divided by.
-        padding: pixels around an image before the random crop of training.
-        flip: mirror half of the images of training.
-        dtype: of the result.
-        change: changes an image of training at random, uint8 [channels, size, size]; None: does not.
-    """
-
-    size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    padding: int
-    flip: bool
-    dtype: torch.dtype
-    change: Callable[[Tensor], Tensor] | None = None
-
-
-@final
-class Prepared:
-    """The samples of a split: (image [channels, size, size], its class).
-
-    Args:
-        augmented: crop, mirror and change at random; else crop the centre.
-        classes: above 0 a label is float [classes] with a 1 at the class, which the collation mixes.
-    """
-
-    def __init__(self, source: Raw, how: Preparing, *, augmented: bool, classes: int = 0) -> None:
-        self.source = source
-        self.how = how
-        self.augmented = augmented and bool(how.padding or how.flip or how.change)
-        self._classes = classes
-        self.draws_random = self.augmented or classes > 0
-        self._mean = torch.tensor(how.mean, dtype=how.dtype).reshape(-1, 1, 1)
-        self._std = torch.tensor(how.std, dtype=how.dtype).reshape(-1, 1, 1)
-
-    def __len__(self) -> int:
-        return len(self.source.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the sample; with `augmented` it draws from torch's default generator.
-
-        Raises:
-            ImageError: the image cannot be read.
-        """
-        how = self.how
-        image = self.source.raw(index, channels=how.channels, size=how.size)
-        if self.augmented:
-            image = self._augment(image)
-        else:
-            top, left = ((length - how.size) // 2 for length in image.shape[1:])
-            image = image[:, top : top + how.size, left : left + how.size]
-        label = self.source.labels[index]
-        if self._classes:
-            label = F.one_hot(label, self._classes).to(how.dtype)
-        # Bytes become values from 0 to 1.
-        return (image.to(how.dtype) / 255 - self._mean) / self._std, label
-
-    def _augment(self, image: Tensor) -> Tensor:
-        """Crop the padded image at random, and maybe mirror it.
-
-        He et al., arXiv 1512.03385, section 4.2.
-        """
-        size = self.how.size
-        pad = self.how.padding
-        image = F.pad(image, (pad, pad, pad, pad)) if pad else image
-        top, left = (int(torch.randint(length - size + 1, ())) for length in image.shape[1:])
-        image = image[:, top : top + size, left : left + size]
-        if self.how.flip and bool(torch.rand(()) < 0.5):
-            image = image.flip(-1)
-        if self.how.change:
-            return self.how.change(image)
-        return image
-
-
 @final
 class ImageClassification(Task):
     """Task that predicts a class for each image.
@@ -258,7 +179,7 @@ class ImageClassification(Task):
     Args:
         data: the images.
         source: the model.
-        how: see `Preparing`.
+        how: see `ImageTransform`.
         label_smoothing: share of a label that is spread evenly over all classes, in training only.
         mix: mixes the images and labels of a micro-batch of training; None: does not.
         pretrained: the model's weights are pretrained.
@@ -277,7 +198,7 @@ class ImageClassification(Task):
         self,
         data: ImageData,
         source: ImageModel,
-        how: Preparing,
+        how: ImageTransform,
         *,
         label_smoothing: float = 0.0,
         mix: Mix | None = None,
@@ -302,7 +223,7 @@ class ImageClassification(Task):
         """Return the last layer, if the weights are for other classes."""
         return self.source.untrained()
 
-    def dataset(self, split: str) -> Prepared:
+    def dataset(self, split: str) -> ImageSamples:
         """Return the samples of "train" or "evaluation".
 
         Raises:
@@ -311,15 +232,14 @@ class ImageClassification(Task):
         if split not in ("train", "evaluation"):
             raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
         training = split == "train"
-        classes = len(self.classes) if training and self._mix else 0
-        return Prepared(
-            self.data.train if training else self.data.evaluation, self.how, augmented=training, classes=classes
-        )
+        source = self.data.train if training else self.data.evaluation
+        mixes = training and self._mix is not None
+        return ImageSamples(source, self.how, self.classes, augmented=training, one_hot=mixes)
 
     def collate(self, samples: list[Any]) -> Sequence[Tensor]:
         """Combine samples into (images, labels), and mix those of training."""
         images, labels = super().collate(samples)
-        # Only labels of training are shares of the classes; see `Prepared`.
+        # Only labels of training are shares of the classes; see `ImageSamples`.
         if self._mix and labels.dim() == 2:
             images, mixed = self._mix(images, labels.argmax(1))
             labels = mixed.to(labels.dtype)
@@ -367,12 +287,8 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
     # The digits are 8 x 8 pixels.
     source = _image_model(config, classes=data.classes, channels=data.channels, own_size=8 * digits, say=say)
     image_config = config.images
-    if image_config.padding >= 0:
-        padding = image_config.padding
-    else:
-        # An eighth of the size, as He et al. pad images of 32 pixels by 4.
-        padding = source.size // 8
-    how = Preparing(
+    padding = image_config.padding if image_config.padding >= 0 else default_padding(source.size)
+    how = ImageTransform(
         source.size,
         source.channels,
         source.mean,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.config.fields import is_hub_name
-from lockstep.config.schema import Config, is_auto
+from lockstep.config.schema import SOURCE_SEQ_LEN, Config, is_auto, requested_seq_len
 from lockstep.errors import ConfigError
 from lockstep.files import cache_folder
 from lockstep.models.chunked_loss import IGNORED, chunk_of, summed_cross_entropy
@@ -636,6 +636,13 @@ def corpus_for(
         tokenizer = named_tokenizer(config.tokenizer, trusts, cache, say)
     else:
         tokenizer = own()
+    # The guide's script also looks at the tokenizer's own limit.
+    if config.preset == "source" and is_auto(config, "seq_len"):
+        context = context or getattr(tokenizer, "context", 0)
+        if 0 < context < SOURCE_SEQ_LEN:
+            say(
+                f"preset source: blocks of {context} tokens, the context of {config.model_name}; --seq-len overrides it"
+            )
     packing, prompt_packing = _packings(config, context)
     # Prepared shards are read as they are; a --tokenizer must be the one that they were prepared with.
     if is_prepared(name):
@@ -668,7 +675,7 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
     """
     data = config.data
     scheme = config.data.packing
-    length = int(config.seq_len)
+    length = requested_seq_len(config)
     rest = data.evaluation, data.labels
     is_open = scheme == "auto", is_auto(config, "seq_len")
     length = min(length, context or length) if is_open[1] else length

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.schema import Config
+from lockstep.data.hold_out import split_samples
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import cache_folder
 from lockstep.models.vision import MLP
 from lockstep.task import Task
-from lockstep.tasks.columns import diabetes, find_column, split_samples
+from lockstep.tasks.columns import diabetes, find_column
 from lockstep.text.hub import DataRequest, HubTable, open_table
 
 __all__ = [

@@ -59,7 +59,10 @@ _WITHOUT = (
     "### Response:\n"
 )
 _PAIRS = (("prompt", "completion"), ("prompt", "response"))
-_MESSAGES = "messages"
+# Columns of conversations: of the hub's chats, and of ShareGPT's.
+_CHATS = ("messages", "conversations")
+# ShareGPT's names of roles; others stay, and the chat template decides.
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool", "observation": "tool"}
 _TOOLS = "tools"
 
 Row = Mapping[str, Any]
@@ -72,28 +75,29 @@ def reader(columns: Mapping[str, bool], column: str, flag: str, *, answers: bool
 
     Args:
         columns: name -> whether the column has text.
-        column: the requested column; "" takes "messages", else prompt with completion or response, else instruction
-            (and input) with output, else the only column with text.
+        column: the requested column; "" takes "messages" or "conversations", else prompt with completion or response,
+            else instruction (and input) with output, else the only column with text.
         flag: the start of a message.
         answers: prefer columns that mark the answer over "text", as with `--data.labels completion`.
 
     Raises:
-        DataError: no such column, or no unambiguous one; the message lists the columns. (From the function:) "messages"
-            that are no list of turns with a role each.
+        DataError: no such column, or no unambiguous one; the message lists the columns. (From the function:) a
+            conversation that is no list of turns with a role each.
     """
     names = ", ".join(columns) or "none"
     if column:
         if column not in columns:
             raise DataError(f"{flag} has no column '{column}'; its columns: {names}; name one with --data.text-column")
-        if column == _MESSAGES and not columns[column]:
-            return lambda row: _conversation(row, flag)
+        if column in _CHATS and not columns[column]:
+            return _conversation(column, flag)
         if not columns[column]:
             raise DataError(f"{flag}: the column '{column}' has no text; its columns: {names}; name another")
         return _column(column)
     if columns.get("text") and not (answers and _answers(columns)):
         return _column("text")
-    if columns.get(_MESSAGES) is False:
-        return lambda row: _conversation(row, flag)
+    for name in _CHATS:
+        if columns.get(name) is False:
+            return _conversation(name, flag)
     for prompt, completion in _PAIRS:
         if columns.get(prompt) and columns.get(completion):
             return _pair(prompt, completion)
@@ -103,15 +107,15 @@ def reader(columns: Mapping[str, bool], column: str, flag: str, *, answers: bool
     if len(texts) == 1:
         return _column(texts[0])
     raise DataError(
-        f"{flag} has no column 'text' or 'messages', no 'prompt' with 'completion' or 'response', and no 'instruction' "
-        f"with 'output'; its columns: {names}; name the one to learn with --data.text-column"
+        f"{flag} has no column 'text', 'messages' or 'conversations', no 'prompt' with 'completion' or 'response', and "
+        f"no 'instruction' with 'output'; its columns: {names}; name the one to learn with --data.text-column"
     )
 
 
 def _has_prompts(columns: Mapping[str, bool], column: str, *, answers: bool) -> bool:
     """Whether the rows, as `reader` reads them, mark the answer."""
     if column:
-        return column == _MESSAGES and not columns[column]
+        return column in _CHATS and not columns[column]
     return bool(_answers(columns)) and (answers or not columns.get("text"))
 
 
@@ -124,8 +128,9 @@ def _ignored_note(columns: Mapping[str, bool], column: str, *, answers: bool) ->
 
 def _answers(columns: Mapping[str, bool]) -> tuple[str, ...]:
     """The columns that mark the answer of a row; () if none do."""
-    if columns.get(_MESSAGES) is False:
-        return (_MESSAGES,)
+    for name in _CHATS:
+        if columns.get(name) is False:
+            return (name,)
     pairs = (*_PAIRS, ("instruction", "output"))
     for pair in pairs:
         if all(map(columns.get, pair)):
@@ -151,12 +156,32 @@ def _alpaca(row: Row) -> Example:
     return Example(begin + values["output"], len(begin))
 
 
-def _conversation(row: Row, flag: str) -> Example:
-    turns = row[_MESSAGES]
-    if not (_are_objects(turns) and turns and all(isinstance(turn.get("role"), str) for turn in turns)):
-        raise DataError(f"{flag}: 'messages' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}}")
-    messages = tuple({"content": "", **turn} for turn in _present(turns))
-    return Example("", messages=messages, tools=_tools(row.get(_TOOLS), flag))
+def _conversation(column: str, flag: str) -> Callable[[Row], Example]:
+    def read(row: Row) -> Example:
+        turns = row[column]
+        messages = [_message(turn) for turn in _present(turns)] if _are_objects(turns) else []
+        if not (messages and all(isinstance(message.get("role"), str) for message in messages)):
+            raise DataError(
+                f"{flag}: '{column}' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}} or "
+                "{'from': 'human', 'value': 'Hi'}"
+            )
+        # ShareGPT's system prompt may have a column of its own.
+        system = row.get("system")
+        if column != "messages" and isinstance(system, str) and system and messages[0]["role"] != "system":
+            # Left out, it would be missing without a word.
+            messages.insert(0, {"role": "system", "content": system})
+        return Example("", messages=tuple(messages), tools=_tools(row.get(_TOOLS), flag))
+
+    return read
+
+
+def _message(turn: Row) -> Row:
+    """Return a turn as chat templates take it; ShareGPT's has "from" and "value"."""
+    if "role" in turn or "from" not in turn:
+        return {"content": "", **turn}
+    message = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    role = turn["from"]
+    return {"role": _SHAREGPT_ROLES.get(str(role), role), "content": turn.get("value", ""), **message}
 
 
 def _tools(value: Any, flag: str) -> tuple[Row, ...]:

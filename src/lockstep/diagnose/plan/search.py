@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lockstep.config.engine_options import EngineOptions
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, requested_seq_len
 from lockstep.diagnose.plan.devices import DeviceSpec
 from lockstep.diagnose.plan.estimate import MemoryEstimate, Planner, Sizes, Times, largest, step_time
 from lockstep.diagnose.plan.recorder import Work
@@ -158,10 +158,14 @@ def _seq_len(planner: Planner, estimate: MemoryEstimate) -> int | None:
     if subject.windows is None:
         return None
     windows = subject.windows
-    most = subject.context or _LONGEST * config.seq_len
-    step = 64 if config.seq_len % 64 == 0 else max(1, config.seq_len // 8)
+    length = requested_seq_len(config)
+    # The subject was built with this length too.
+    if subject.context:
+        length = min(length, subject.context)
+    most = subject.context or _LONGEST * length
+    step = 64 if length % 64 == 0 else max(1, length // 8)
     subjects: dict[int, Any] = {}
-    points = ((0, estimate.held), (config.seq_len, estimate.peak))
+    points = ((0, estimate.held), (length, estimate.peak))
 
     def evaluate(tokens: int) -> float:
         # Keep the subject: its id is part of the key of its traces, and must not be used again.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lockstep.config.fields import is_hub_name
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, is_auto, requested_seq_len
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.data.loader import blame, check_dataset
 from lockstep.data.stream_adapters import is_stream, source_of
@@ -193,21 +193,18 @@ def _language_model(config: Config, say: Say) -> Subject:
 
 def _built_in(config: Config) -> Subject:
     shape = PRESETS[config.model_name]
+    config = _within(config, shape.context)
     vocabulary = trained_size(config.tokenizer) or config.data.vocab_size
     shape = dataclasses.replace(shape, vocab_size=vocabulary, dropout=config.model.dropout)
 
     def task(layers: int = 0) -> CausalLM:
         cut = dataclasses.replace(shape, layers=layers or shape.layers)
-        corpus: Any = _ShapeOnlyCorpus(vocabulary, min(config.seq_len, shape.context))
+        corpus: Any = _ShapeOnlyCorpus(vocabulary, config.seq_len)
         return CausalLM(corpus, cut, loss_chunk=config.model.loss_chunk, inside=loss_inside(config))
 
     def windows(tokens: int) -> Subject:
         return _built_in(dataclasses.replace(config, seq_len=tokens))
 
-    if config.seq_len > shape.context:
-        raise ConfigError(
-            f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {shape.context}; lower it"
-        )
     full = task()
     return Subject(full, 0, task, _tokens(config), windows, shape.context)
 
@@ -221,6 +218,7 @@ def _of_hub(config: Config, say: Say) -> Subject:
         cache=cache_folder(config.data.cache),
         say=say,
     )
+    config = _within(config, source.context)
     vocabulary = trained_size(config.tokenizer) or source.vocab_size
     checkpoint_dtype = getattr(source.settings, "dtype", None) or getattr(source.settings, "torch_dtype", None)
     dtype = _DTYPES.get(config.precision, torch.float32)
@@ -254,6 +252,25 @@ def _of_hub(config: Config, say: Say) -> Subject:
         return _of_hub(dataclasses.replace(config, seq_len=tokens), say)
 
     return Subject(task(), 0, task, _tokens(config), windows, source.context)
+
+
+def _within(config: Config, context: int) -> Config:
+    """Replace a sequence length that is auto by the one that a run would choose for texts.
+
+    Args:
+        context: of the model, in tokens; 0: without a limit.
+
+    Raises:
+        ConfigError: the user's own length is longer.
+    """
+    length = requested_seq_len(config)
+    if context and length > context:
+        if not is_auto(config, "seq_len"):
+            raise ConfigError(
+                f"--seq-len {length} is longer than the context of {config.model_name}, {context}; lower it"
+            )
+        length = context
+    return dataclasses.replace(config, seq_len=length)
 
 
 class _ShapeOnlyCorpus:

@@ -21,7 +21,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.schema import Config, choose_micro_batch_size, default_micro_batch_size, is_auto
+from lockstep.config.schema import (
+    Config,
+    choose_micro_batch_size,
+    default_micro_batch_size,
+    is_auto,
+    requested_seq_len,
+)
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
@@ -357,14 +363,15 @@ def memory_bound(config: Config, micro_batch_size: int) -> float | None:
         # A plain engine has more copies than are counted.
         return None
     vocabulary = max(_VOCABULARY, config.data.vocab_size)
-    tokens = micro_batch_size * config.seq_len
+    seq_len = requested_seq_len(config)
+    tokens = micro_batch_size * seq_len
     # The weights, biases and norms of a block's attention and MLP.
     parameters = shape.layers * (12 * shape.width**2 + 13 * shape.width)
-    parameters += shape.width * (vocabulary + max(shape.context, config.seq_len) + 2)
+    parameters += shape.width * (vocabulary + max(shape.context, seq_len) + 2)
     # Two more blocks, for the one that the backward is in.
     activations = (shape.layers + 2) * _ACTIVATIONS * shape.width * tokens
     if config.data.packing == "documents" or config.attention not in ("auto", "flash", "cudnn", "efficient"):
-        activations += (shape.layers + 2) * _SCORES * shape.heads * config.seq_len * tokens
+        activations += (shape.layers + 2) * _SCORES * shape.heads * seq_len * tokens
     logits = 4 * tokens * vocabulary
     if config.model.loss_chunk:
         logits = min(logits, max(_CHUNKED_LOGITS, 4 * config.model.loss_chunk * vocabulary))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.config.cli import describe_preset
 from lockstep.config.fields import is_hub_name
-from lockstep.config.schema import DEFAULTS, Config, flag
+from lockstep.config.schema import DEFAULTS, Config, flag, is_auto
 from lockstep.config.sections import Data
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.errors import ConfigError
@@ -124,7 +124,7 @@ def _make_built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
             f"--model-name '{config.model_name}' is unknown: {hint} A hub model is OWNER/NAME, a local one its folder"
         )
     preset = PRESETS[config.model_name]
-    if config.seq_len > preset.context:
+    if config.seq_len > preset.context and not is_auto(config, "seq_len"):
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {preset.context}; lower it"
         )
