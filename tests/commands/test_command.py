@@ -119,7 +119,7 @@ def whole(text, tmp_path_factory):
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])  # tests/matrix has exact runs on 4
 def test_torchrun_and_alone_print_the_same_fingerprint(text, tmp_path, whole, processes):
     done = go(command(text, tmp_path, "--model.dropout", "0.1", processes=processes, python=warm.python()))
-    assert done.stdout.count("lockstep checkpoint inspect") == 1
+    assert done.stdout.count("finished; next: lockstep generate") == 1
     assert inspected(tmp_path / "default") == whole
 
 

@@ -120,6 +120,8 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
         "batch_size": batch_size,
         "micro_batch_size": train.micro_batch_size,
         "ckpt_freq": "1epoch",
+        # Only validation loaders have evaluations.
+        "eval_freq": 0,
         "compile": False,
     }
     optim: dict[str, Any] = {"clip": 0.0}
