@@ -260,6 +260,8 @@ def test_the_tutorial_of_images_runs(tmp_path):
 
 
 def test_ddp_tutorial_finds_the_mistake_and_proves_the_fix(tmp_path, bash):
+    # A warm Python may have transformers loaded, whose Trainer has another fix.
+    put_programs(tmp_path / "bin", sys.executable)
     wrong, mend = blocks("docs/tutorials/check-a-script.md")
     (line,) = (line for line in wrong.splitlines(keepends=True) if "cross_entropy" in line)
     (tmp_path / "ddp.py").write_text(wrong, encoding="utf-8")
@@ -325,14 +327,18 @@ def fenced(name, kind):
     ]
 
 
+def put_programs(folder, python):
+    for name, words in (("python", ""), ("lockstep", "-m lockstep "), ("torchrun", "-m torch.distributed.run ")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {python} {words}"$@"\n')
+        (folder / name).chmod(0o755)
+
+
 @pytest.fixture
 def bash(tmp_path):
     """`bash(commands)` starts the commands of a document, with this Python as `python` and `lockstep`."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, words in (("python", ""), ("lockstep", "-m lockstep "), ("torchrun", "-m torch.distributed.run ")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {warm.python()} {words}"$@"\n')
-        (programs / name).chmod(0o755)
+    put_programs(programs, warm.python())
     started = []
 
     def start(commands, **variables):

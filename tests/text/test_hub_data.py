@@ -94,7 +94,8 @@ def test_the_text_column_is_found_or_named(columns, wanted, expected):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "problem"), [("body", "no column 'body'"), ("", "no column 'text', 'messages' or 'conversations'"), ("n", "no text")]
+    ("wanted", "problem"),
+    [("body", "no column 'body'"), ("", "no column 'text', 'messages' or 'conversations'"), ("n", "no text")],
 )
 def test_a_missing_column_lists_those_that_there_are(tmp_path, wanted, problem):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", [{"title": "a", "story": "b", "n": 1}] * 4)

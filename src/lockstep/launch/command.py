@@ -177,6 +177,8 @@ def _check_module(name: str) -> None:
     """
     if not name or name.startswith("-"):
         raise ConfigError("launch: -m needs the name of a module: lockstep launch ... -m package.module [arguments]")
+    # Else a module that was written in the last moment is not seen.
+    importlib.invalidate_caches()
     # Python looks into the current folder first.
     folders = [os.getcwd(), *sys.path]
     parent = ""
