@@ -65,9 +65,10 @@ def asked(monkeypatch, *flags, rest=("train",)):
 
 def test_a_module_starts_as_under_torchrun(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/train.py").write_text("")
-    module = ["-m", "mine.train", "--lr", "1", "--", "-m"]
+    # A name of its own: other tests leave folders on this process's sys.path.
+    (tmp_path / "started_by_launch").mkdir()
+    (tmp_path / "started_by_launch/train.py").write_text("")
+    module = ["-m", "started_by_launch.train", "--lr", "1", "--", "-m"]
     assert asked(monkeypatch, "--nproc-per-node", "2", rest=module).command == ["-u", *module]
     assert command(["--nproc-per-node", "2", *module]) == 75
 

@@ -163,7 +163,6 @@ def _is_exact(target: list[str]) -> bool:
         return "--exact" in target
     program = f"'{target[0]}'" if target else "nothing"
     raise ConfigError(
-        f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but {program} follows `--`: lockstep "
         f"launch starts `train`, `evaluate`, `profile`, `doctor`, a script or a module, but {program} follows `--`: "
         "lockstep launch ... -- train [flags], ... -- script.py [arguments], or ... -m package.module [arguments]"
     )
