@@ -263,7 +263,7 @@ def _silent(case: Case, folder: Path) -> list[str]:
         return []
     lines = [line for log in folder.glob(f"{NAME}/logs/rank-*.log") for line in log.read_text().splitlines()]
     lines = [line for line in lines if " WARNING " in line or " ERROR " in line]
-    return [f"a healthy run says {line!r}" for line in lines if " of a forward, and 16 or more " not in line]
+    return [f"a healthy run says {line!r}" for line in lines if " samples of a forward, and 16 or more " not in line]
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from ranks import run
 from refusals import names, refuses
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import BatchSampler
 from toys import Ragged
 
 import lockstep
@@ -476,6 +477,21 @@ def test_the_folder_and_the_log_show_what_was_chosen(tmp_path):
 def test_few_samples_for_batchnorm_are_said_by_name(tmp_path):
     go(None, settings(tmp_path, "r", max_steps=2), Normed(samples=40))
     assert "BatchNorm (1) normalises over the 2 samples of a forward" in log_of(tmp_path, "r")
+
+
+class InLists(Normed):
+    """Its order is a batch sampler with four samples a list."""
+
+    def order(self, samples, seed):
+        return BatchSampler(range(samples), 4, drop_last=False)
+
+
+def test_the_samples_of_a_batch_sampler_s_lists_count_for_batchnorm(tmp_path):
+    sizes = {"batch_size": 2, "micro_batch_size": Config().micro_batch_size, "max_steps": 2}
+    go(None, settings(tmp_path, "r", **sizes), InLists(samples=40))
+    (line,) = [line for line in log_of(tmp_path, "r").splitlines() if "BatchNorm" in line]
+    assert "normalises over the 4 samples of a forward" in line
+    assert line.endswith("put more samples into each list of `order`")
 
 
 def test_sgd_has_the_same_bits_on_two_ranks_and_after_a_resume(tmp_path):

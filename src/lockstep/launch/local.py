@@ -44,7 +44,15 @@ class _Outcome(NamedTuple):
 
 
 class _Caller(NamedTuple):
-    """What the ranks know of the process that started them."""
+    """The settings of the starting process that its ranks take over.
+
+    Attributes:
+        threads: of torch, for each rank.
+        variables: of the environment.
+        typed: flags on the command line of the script.
+        defaults: names of the values that the script set itself.
+        is_prompt: the starting process is a notebook or a prompt.
+    """
 
     threads: int
     variables: Mapping[str, str]

@@ -203,10 +203,11 @@ def build_together(
 
 
 class _Opening(NamedTuple):
-    """What is known before the task is made.
+    """The run's folder and state before the task is made.
 
     Attributes:
         facts: what the ranks exchanged first.
+        remote: the run in an object store; None without one.
         source: the checkpoint to resume from; None for a new run.
         state: the checkpoint's, or a new one.
     """

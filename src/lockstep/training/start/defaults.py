@@ -250,7 +250,7 @@ def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None =
             f"the rate of the whole model: leave it out for {LORA_DEFAULTS['lr']:g}"
         )
     norms = batchnorm_names(model)
-    if line := _batchnorm_warning(config, norms, ranks if has_synchronised(model) else 1):
+    if line := _batchnorm_warning(run_plan, norms, ranks if has_synchronised(model) else 1):
         lines.append(line)
     missing = config.num_epochs * run_plan.samples - run_plan.step_plan.total
     if norms and not (config.max_steps or config.data.drop_last) and missing == 1:
@@ -258,28 +258,44 @@ def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None =
     return lines
 
 
-def _batchnorm_warning(config: Config, norms: list[str], ranks: int) -> str:
+def _batchnorm_warning(run_plan: RunPlan, norms: list[str], ranks: int) -> str:
     """Return a line if BatchNorm layers normalise over few samples; "" otherwise.
 
     Args:
         norms: names of the layers.
         ranks: that normalise together.
     """
-    samples = min(config.micro_batch_size * ranks, config.batch_size)
+    config = run_plan.config
+    if run_plan.grouped:
+        # The sizes count lists, and a list has as many samples as `order` put into it: on average these.
+        samples = ranks * max(1, run_plan.dataset_samples // run_plan.samples)
+    else:
+        samples = min(config.micro_batch_size * ranks, config.batch_size)
     if not norms or samples >= MIN_BATCHNORM_SAMPLES:
         return ""
-    size = default_micro_batch_size(max(config.batch_size, MIN_BATCHNORM_SAMPLES), MIN_BATCHNORM_SAMPLES)
-    micro = f"--micro-batch-size {size}" if ranks == 1 else ""
-    if config.batch_size < MIN_BATCHNORM_SAMPLES:
-        batch = f"--batch-size {MIN_BATCHNORM_SAMPLES}"
+    if run_plan.grouped:
+        advice = "put more samples into each list of `order`"
     else:
-        batch = ""
+        advice = f"set {_batchnorm_flags(config, ranks)}"
     layers = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
     return (
         f"BatchNorm ({layers}) normalises over the {samples} sample{'s' * (samples > 1)} of "
-        f"{'a forward' if ranks == 1 else 'all ranks'}, and {MIN_BATCHNORM_SAMPLES} or more train better: set "
-        f"{' and '.join(filter(None, (batch, micro))) or f'--micro-batch-size {-(-size // ranks)}'}"
+        f"{'a forward' if ranks == 1 else 'all ranks'}, and {MIN_BATCHNORM_SAMPLES} or more train better: {advice}"
     )
+
+
+def _batchnorm_flags(config: Config, ranks: int) -> str:
+    """Return the flags under which BatchNorm normalises over enough samples."""
+    size = default_micro_batch_size(max(config.batch_size, MIN_BATCHNORM_SAMPLES), MIN_BATCHNORM_SAMPLES)
+    if ranks > 1:
+        micro = f"--micro-batch-size {-(-size // ranks)}"
+    else:
+        micro = f"--micro-batch-size {size}"
+    if config.batch_size >= MIN_BATCHNORM_SAMPLES:
+        return micro
+    if ranks > 1:
+        return f"--batch-size {MIN_BATCHNORM_SAMPLES}"
+    return f"--batch-size {MIN_BATCHNORM_SAMPLES} and {micro}"
 
 
 def describe_idle_ranks(config: Config, ranks: int) -> str:
