@@ -381,7 +381,7 @@ def is_alike(line, shown):
 def is_printed(shown, printed, *, wraps=True):
     """Whether a text of a document was printed.
 
-    Decimals are within 10 %, and `...` is any text of a line. Where it `wraps`, the document breaks its lines elsewhere.
+    Decimals are within 10 %, and `...` is any text of a line. If it `wraps`, the document breaks its lines elsewhere.
     """
     space = " "
     if wraps:
