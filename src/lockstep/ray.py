@@ -144,7 +144,7 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
             break
         print(f"lockstep: {line}; restart {attempt + 1} of {size.restarts}", file=sys.stderr, flush=True)
     if command == "train":
-        again = "; the same call goes on from the newest checkpoint, if there is one"
+        again = "; the same call resumes from the newest checkpoint, if there is one"
     else:
         again = ""
     error = LockstepError(f"{line}{again}")
@@ -249,7 +249,7 @@ def _wait_for_nodes(ray: Any, job: _RayJob, group: Any) -> None:
         if time.monotonic() >= until:
             raise LockstepError(
                 f"Ray had not {what} within {_PATIENCE:g} s: add nodes (`ray status` shows what it has), or ask for "
-                "fewer; the same call goes on from the newest checkpoint, if there is one"
+                "fewer; the same call resumes from the newest checkpoint, if there is one"
             )
         print(f"lockstep: waiting until Ray has {what}", file=sys.stderr, flush=True)
 
@@ -264,7 +264,7 @@ def _follow(ray: Any, job: _RayJob, actors: Sequence[Any], earlier: list[int]) -
             runs.append(actor.run.remote(job, [*_meeting(job, host, port), f"--node-rank={index}"], earlier))
         pids = ray.get([actor.pid.remote() for actor in actors])
     except lost as error:
-        return _LOST, f"a node of Ray was lost before the run began ({_last_line(str(error))})"
+        return _LOST, f"a node of Ray failed before the run began ({_last_line(str(error))})"
     earlier += pids
     nodes = {}
     for index, run in enumerate(runs):

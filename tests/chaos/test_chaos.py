@@ -486,7 +486,7 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_restart(data, tmp_path):
     (checkpoint.newest(run.folder, say=print) / "manifest.json").write_text("{}")
     run = launch(data, tmp_path)
     assert run.code == 2, run.said
-    assert "none of its 1 checkpoints is whole" in run.last
+    assert "none of its 1 checkpoints is complete" in run.last
     assert (run.folder / "metrics.jsonl").read_text() == records
 
 

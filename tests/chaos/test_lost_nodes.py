@@ -84,7 +84,7 @@ def test_rank_is_replaced_node_returns_and_signal_ends_all(data, tmp_path, lost)
             command = dead.args
             processes.append(start(command, slow, GLOO_SOCKET_IFNAME="lo"))
         log, deadline = tmp_path / "lost" / "default" / "logs" / "rank-00000.log", time.monotonic() + 60
-        while "2 ranks go on" not in log.read_text() and time.monotonic() < deadline:
+        while "2 ranks continue" not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert "1 of them new" in log.read_text()
         processes[1].send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_without_node_0_the_run_ends_with_75_and_says_so(data, tmp_path, kills):
     assert (first.code, second.code) == (-signal.SIGKILL, 75), second.said
     if kills == "node":
         assert "node 0's launcher at 127.0.0.1:" in second.last
-        assert "goes on from the newest checkpoint" in second.last
+        assert "resumes from the newest checkpoint" in second.last
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_lost_rank_is_replaced_and_others_keep_their_processes(data, tmp_path):
         before = workers(process)
         os.kill(before[0], signal.SIGKILL)
         log, deadline = tmp_path / "lost" / "default" / "logs" / "rank-00000.log", time.monotonic() + 60
-        while "3 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
+        while "3 ranks continue" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
         after = workers(process)
         process.send_signal(signal.SIGTERM)
@@ -85,9 +85,11 @@ def test_lost_rank_is_replaced_and_others_keep_their_processes(data, tmp_path):
         end(process)
     assert process.returncode == 75, said
     text = log.read_text()
-    assert re.search(r"WARNING rank 0 was the first to end, killed by SIGKILL, at step \d+ .*; the others go on", text)
-    assert re.search(r"INFO 2 ranks go on after step \d+ \(after", text)
-    assert re.search(r"INFO 3 ranks go on after step \d+, 1 of them new \(after", text)
+    assert re.search(
+        r"WARNING rank 0 was the first to end, killed by SIGKILL, at step \d+.*; the others continue", text
+    )
+    assert re.search(r"INFO 2 ranks continue after step \d+ \(after", text)
+    assert re.search(r"INFO 3 ranks continue after step \d+, 1 of them new \(after", text)
     assert (after[1], after[2]) == (before[1], before[2])
     assert after[0] != before[0]
     taken = int(re.search(r"saved after step (\d+) of 150", said)[1])
@@ -116,7 +118,7 @@ def test_new_process_is_forked_from_the_preloaded_one(data, tmp_path):
             time.sleep(0.1)
         until_idle(preloaded(process))  # it says to the launcher alone when it has loaded
         os.kill(workers(process)[1], signal.SIGKILL)
-        while "2 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
+        while "2 ranks continue" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
         ranks = workers(process)
         assert forked(ranks[1])
@@ -173,7 +175,7 @@ def test_loss_when_only_one_rank_made_the_update(data, tmp_path, whole, behind, 
         {"rank": 3, "step": 7, "at": UPDATE, "do": "kill"},
     ]
     run = survived(data, tmp_path, whole, faults, *more, processes=4)
-    assert "go on after step 8" in run.said
+    assert "continue after step 8" in run.said
 
 
 @pytest.mark.slow
@@ -262,7 +264,7 @@ def test_new_process_that_ends_at_its_start_is_replaced(data, tmp_path):
     flags = (*FOUR, "--max-steps", "100")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8, timeout=200.0)
     assert run.code == 0, run.said
-    assert "3 ranks go on" in run.log() + run.said
+    assert "3 ranks continue" in run.log() + run.said
 
 
 @pytest.mark.slow
@@ -270,7 +272,7 @@ def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
     fault = {"rank": 1, "step": 7, "at": BEAT, "do": "stop"}
     run = survived(data, tmp_path, whole, [fault], "--timeout", "5")
     assert "rank 1 failed first at step 7" in run.said
-    assert "it said nothing while the others waited for it, and was ended; the others go on" in run.said
+    assert "it sent no heartbeat while the others waited for it, and was killed; the others continue" in run.said
 
 
 TEXT = "SkipConnection: the socket's peer was reset, NCCL timeout"

@@ -85,7 +85,7 @@ def test_replica_with_a_loss_leaves_and_a_new_one_joins(data, tmp_path):
         until_step(tmp_path / "lost", 5, process)
         before = workers(process)
         os.kill(before[1], signal.SIGKILL)
-        while "4 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
+        while "4 ranks continue" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
         after = workers(process)
         process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ FAULTS = [
 def test_replica_leaves_wherever_its_rank_is_lost(data, tmp_path, rank, fault):
     run = survived(data, tmp_path, [{**fault, "rank": rank, "do": "kill"}])
     mate = rank ^ 1
-    assert f"rank {mate}, with other parts of the same replica, left with it; the others go on" in run.said
+    assert f"rank {mate}, with other parts of the same replica, left with it; the others continue" in run.said
     assert run.state["losses"] == 1
 
 
@@ -165,7 +165,7 @@ def test_without_a_whole_replica_the_run_ends_and_says_so(data, tmp_path):
     run = lost(data, tmp_path, faults=faults)
     assert run.code == 1, run.said
     assert "killed by SIGKILL" in run.last
-    assert "no other replica of the states is whole" in run.last
+    assert "no other replica of the states is complete" in run.last
 
 
 @pytest.mark.slow

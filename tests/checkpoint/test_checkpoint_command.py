@@ -91,7 +91,7 @@ def test_inspect_takes_the_newest_whole_one_or_the_one_named(folder, capsys):
     assert "step-00000005" in command(capsys, "inspect", folder)[1]
     assert "step-00000005" in command(capsys, "inspect", checkpoint.path_of(folder, 5))[1]
     assert "step-00000005" in command(capsys, "inspect", folder, "--step", 5)[1]
-    with pytest.raises(CheckpointError, match="no checkpoint here is whole"):
+    with pytest.raises(CheckpointError, match="no checkpoint here is complete"):
         command(capsys, "inspect", folder, "--step", 10)
 
 

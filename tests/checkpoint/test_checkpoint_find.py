@@ -112,7 +112,9 @@ def finds_none(world, folder):
     assert checkpoint.find_resume(folder / "new", world, pytest.fail) is None
     assert checkpoint.find_newest(folder / "new", world, pytest.fail) is None
     said = []
-    with pytest.raises(PeerError if world.rank else CheckpointError, match="none of its 1 checkpoints is whole") as end:
+    with pytest.raises(
+        PeerError if world.rank else CheckpointError, match="none of its 1 checkpoints is complete"
+    ) as end:
         checkpoint.find_resume(folder, world, said.append)
     assert end.value.exit_code == 2
     return len(said)

@@ -193,7 +193,7 @@ def test_a_rollback_leaves_the_update_out_that_spoilt_the_weight(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"), [((1,), "whole"), (range(5, 99), "guards.limit")], ids=["no checkpoint is whole", "the limit"]
+    ("bad", "words"), [((1,), "complete"), (range(5, 99), "guards.limit")], ids=["no checkpoint is whole", "the limit"]
 )
 def test_a_rollback_that_does_not_help_ends_the_run(tmp_path, bad, words):
     made = settings(tmp_path, "rollback", guards=Guards(nonfinite="rollback", limit=2))

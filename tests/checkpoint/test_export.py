@@ -295,7 +295,7 @@ def test_bad_input_is_one_line(tmp_path, arguments, message):
 
 def test_a_folder_without_a_checkpoint(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         cli.dispatch(["export", str(tmp_path), str(tmp_path / "o")])
     checkpoint.save(tmp_path, 1, {"optimizer/a/step": torch.ones(())}, {}, World(), engine="single")
     with pytest.raises(CheckpointError, match="has no model to export"):

@@ -88,7 +88,7 @@ def test_first_failure_is_reported_and_unaware_ranks_are_ended(watched, capfd):
     assert (mine._failure.rank, mine._failure.code, mine.has_cause) == (5, 1, False)
     line = "rank 5 ended first, with code 1 and no message, before step 1"
     assert capfd.readouterr().err == f"lockstep: {line}; restart 2 of 3\n"
-    assert str(mine.error()) == f"{line}; the same command goes on from the newest checkpoint, if there is one"
+    assert str(mine.error()) == f"{line}; the same command resumes from the newest checkpoint, if there is one"
     assert mine.error().exit_code == 1
     mine.stop_signal = signal.SIGTERM
     mine._explain(processes, group)

@@ -298,7 +298,7 @@ def test_new_replica_joins_together_in_the_order_of_its_parts():
 def test_run_ends_without_a_whole_replica_or_enough_ranks():
     run = in_pairs(4)
     run.lose("1")
-    assert run.lose("2") == "no other replica of the states is whole"
+    assert run.lose("2") == "no other replica of the states is complete"
     run = in_pairs(6, least=5)
     assert run.lose("1") == "4 of 6 processes are left, but --min-ranks is 5"
 

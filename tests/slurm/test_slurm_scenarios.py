@@ -103,7 +103,7 @@ def test_signal_ahead_of_the_limit_saves_and_requeues_to_the_end(slurm, tmp_path
     assert 8 <= run.saved[0] < 60
     assert run.steps == sorted(set(run.steps))  # no step twice: it went on where it was saved
     assert json.loads((run.folder / "state.json").read_text())
-    assert "the run goes on in the next job" in run.output()
+    assert "the run continues in the next job" in run.output()
     assert "rank 1: raw words of 1" in run.output()
     for start in (0, 1):
         for rank in (0, 1):
@@ -191,7 +191,7 @@ def test_a_killed_rank_is_named_and_replaced(slurm, tmp_path):
     os.kill(rank, signal.SIGKILL)
     slurm.wait(run.job, "COMPLETED")
     said = run.output()
-    assert names(said, f"rank {number} on", "was the first to end", "SIGKILL", "2 ranks go on", "1 of them new")
+    assert names(said, f"rank {number} on", "was the first to end", "SIGKILL", "2 ranks continue", "1 of them new")
     assert run.steps == [*range(1, 201)]
     files = sorted(path.name for path in (run.folder / "slurm" / f"{run.job}.0.stderr").iterdir())
     assert files == sorted(["rank-00000.err", "rank-00001.err", f"rank-0000{number}.2.err"])

@@ -232,4 +232,4 @@ def _newest_whole(paths: list[Path]) -> Path:
         if not problems:
             return path
         print(f"skipped checkpoint {path.name}: {problems[0]}", file=sys.stderr)
-    raise CheckpointError("no checkpoint here is whole; see `lockstep checkpoint verify RUN`")
+    raise CheckpointError("no checkpoint here is complete; see `lockstep checkpoint verify RUN`")

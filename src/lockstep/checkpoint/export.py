@@ -258,7 +258,7 @@ def choose_checkpoint(run: Path, step: int | None) -> Path:
         raise CheckpointError(f"--step {step}: {folder} has no checkpoint of that step; it has: {steps}")
     path = path_of(run, step) if step is not None else newest(run, say=lambda line: print(line, file=sys.stderr))
     if path is None:
-        raise CheckpointError(f"{folder} has no whole checkpoint; see `lockstep checkpoint verify`")
+        raise CheckpointError(f"{folder} has no complete checkpoint; see `lockstep checkpoint verify`")
     return path
 
 

@@ -71,8 +71,8 @@ def find_resume(
     # A new start would overwrite them.
     if path is None and at_risk:
         error = CheckpointError(
-            f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
-            "repair one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
+            f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is complete (see the lines "
+            "above); repair one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
         )
         # Rank 0 has the message; every rank raises it.
         world.check(error if world.is_main else None)

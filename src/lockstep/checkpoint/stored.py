@@ -176,7 +176,7 @@ def open_run(name: str | Path, flag: str = "RUN", *, weights: bool = True) -> It
         remote.download_records(folder, ["ended.json"])
         if not steps and (weights or not any(path.is_file() for path in folder.rglob("*"))):
             what = "checkpoint" if step is None else step_name(step)
-            raise CheckpointError(f"{flag} {remote.url} has no whole {what}; give SAVE_DIR/EXPERIMENT_NAME")
+            raise CheckpointError(f"{flag} {remote.url} has no complete {what}; give SAVE_DIR/EXPERIMENT_NAME")
         try:
             for saved_step in steps:
                 attach_stored(remote, folder, saved_step)

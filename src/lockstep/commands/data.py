@@ -93,7 +93,7 @@ def _say(line: str) -> None:
 def _parser() -> Parser:
     parser = Parser(prog="lockstep data", description="Tokenize a dataset into shards, or look at such shards.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare | inspect")
-    text = "tokenize a dataset into memory-mapped shards, in parallel processes; started again, it goes on"
+    text = "tokenize a dataset into memory-mapped shards, in parallel processes; started again, it resumes"
     action = actions.add_parser("prepare", help=text, description=text)
     add = action.add_argument
     add("source", metavar="SOURCE", help="as --dataset-name: a hub dataset, a file or a folder of them, builtin:stdlib")

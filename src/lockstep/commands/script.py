@@ -153,7 +153,7 @@ class _ProfileTraces:
         if self._ranks and len(paths) >= self._ranks:
             with contextlib.suppress(ConfigError):
                 if self.judge() == self.span[1]:
-                    _say("profile", "the command goes on; Ctrl-C ends it")
+                    _say("profile", "the command keeps running; Ctrl-C ends it")
 
     def judge(self) -> int:
         """Print the verdict, write it next to the traces, and return the last traced step.

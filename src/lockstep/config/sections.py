@@ -203,11 +203,11 @@ class Optim:
         "the plan",
         span=True,
     )
-    cooldown: float = option(0.2, "wsd: share of the plan in which the rate decays")
+    cooldown: float = option(0.2, "wsd: share of the plan in which the learning rate decays")
     power: float = option(1.0, "polynomial: exponent of the decay")
-    gamma: float = option(0.1, "step, plateau: factor of the rate at each drop")
+    gamma: float = option(0.1, "step, plateau: factor of the learning rate at each drop")
     plateau_patience: int = option(
-        10, "plateau: evaluations in a row without improvement that are allowed before the rate drops"
+        10, "plateau: evaluations in a row without improvement that are allowed before the learning rate drops"
     )
     plateau_cooldown: int = option(
         0, "plateau: evaluations after a drop that do not count against --optim.plateau-patience"

@@ -101,7 +101,7 @@ class ShardFile:
         """
         if count not in (-1, self.samples):
             raise DataError(
-                f"the shard {self.label} has {count} samples, and its index says {self.samples}: some would be left "
+                f"the shard {self.label} has {count} samples, but its index has {self.samples}: some would be left "
                 "out; write the index again"
             )
 

@@ -58,7 +58,7 @@ def _source_of(dataset: Any) -> StreamSource:
     if hasattr(inner, "__next__"):
         raise DataError(
             f"the task's dataset('train') returned {name}, an iterator, which can be read only once; return an object "
-            "whose `__iter__` opens it anew"
+            "whose `__iter__` opens it again"
         )
     _refuse(inner)
     if _is_webdataset(inner):

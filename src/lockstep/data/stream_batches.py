@@ -348,7 +348,7 @@ class StreamBatches(Batches):
         return MicroBatch(content.batch, index, items, 1.0, self.move)
 
     def again(self, places: Iterator[tuple[int, int]]) -> Generator[tuple[int, MicroBatch], None, None]:
-        raise NotImplementedError("--guards.audit is refused for a stream")
+        raise NotImplementedError("--guards.audit is not supported for a stream")
 
     def try_reading(self, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]) -> None:
         """Try seeks, a second epoch and a checkpoint's position.

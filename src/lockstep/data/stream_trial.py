@@ -92,7 +92,7 @@ def try_source(
         before, after, later = (generator_or_states[path] for generator_or_states in states)
         if before != after != later:
             raise DataError(
-                f"the stream {source.name} draws from {path}, a generator that goes on from one reading to the next, "
+                f"the stream {source.name} draws from {path}, a generator that continues from one reading to the next, "
                 "so a resume would lose or repeat samples: seed it where a reading begins, as by the argument of "
                 "set_epoch(epoch), or draw from torch, numpy or random"
             )

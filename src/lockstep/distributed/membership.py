@@ -451,8 +451,8 @@ class Member:
             asking.join(seconds_left)
         if not answers:
             raise PeerError(
-                f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, is stopped or cannot "
-                "be reached; start the same command again"
+                f"the launcher did not name the ranks that continue within {wait:g} s: it has ended, is stopped or "
+                "cannot be reached; start the same command again"
             )
         # The launcher writes a reason in place of a generation when it ends the run.
         if not answers[0].startswith("{"):

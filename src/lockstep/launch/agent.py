@@ -183,7 +183,7 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         raise signal_error from error
     except RendezvousStateError as error:
         raise LockstepError(
-            f"at {job.endpoint} lies a state that no launcher of this run has signed: another run, or somebody else, "
+            f"{job.endpoint} has a state that no launcher of this run signed: another run, or somebody else, "
             "uses this address; give all launchers the same --rdzv-secret-file, and this run a --rdzv-id of its own"
         ) from error
     except (RendezvousError, DistError) as error:
@@ -454,7 +454,7 @@ class _Agent(LocalElasticAgent):
                 continue
             text = f"had not ended {_STOP_SECONDS:g} s after {self.stop_signal.name}, and was killed: {why}"
             self._print(f"{rank_label(int(slot), int(slot), self._host)} {text}")
-            self._killed[self._names[local]] = f"it {text}; the same command goes on from the newest checkpoint"
+            self._killed[self._names[local]] = f"it {text}; the same command resumes from the newest checkpoint"
             process.kill()
 
     def _has_failed(self, local: int, code: int | None) -> bool:
@@ -490,7 +490,7 @@ class _Agent(LocalElasticAgent):
             return False
         for name in membership.silent:
             self._processes()[places[name]].kill()
-            self._killed[name] = "it said nothing while the others waited for it, and was ended"
+            self._killed[name] = "it sent no heartbeat while the others waited for it, and was killed"
         # A refused process reports why it may not join, and ends by itself.
         self._spare([places[name] for name in membership.refused], kill=False)
         for name in membership.replace:
@@ -509,7 +509,7 @@ class _Agent(LocalElasticAgent):
         prints = bool(membership.members) and membership.members[0] in self._names.values()
         if self._prints and not prints and not membership.is_over:
             where = f"on the screen of {membership.printer}, and in metrics.jsonl of the run's folder"
-            self._print(f"the run goes on without this node's rank 0: its progress is {where}")
+            self._print(f"the run continues without this node's rank 0: its progress is {where}")
         self._prints = prints
 
     def _spare(self, locals_: list[int], *, kill: bool = True) -> None:
@@ -709,7 +709,7 @@ class _Agent(LocalElasticAgent):
         if self.has_cause:
             advice = ""
         else:
-            advice = "; the same command goes on from the newest checkpoint, if there is one"
+            advice = "; the same command resumes from the newest checkpoint, if there is one"
         error = LockstepError(self._summary() + advice)
         error.follows = failure is None or failure.follows
         # The process was ended before the steps began, so nothing was saved: keep the signal's code.

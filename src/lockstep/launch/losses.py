@@ -249,7 +249,7 @@ class Membership:
             self.replace.append(name)
         survivors = self._survivors(living)
         if self._doomed and not survivors:
-            return "no other replica of the states is whole"
+            return "no other replica of the states is complete"
         if len(survivors) < self._least:
             return f"{len(survivors)} of {len(self.members)} processes are left, but --min-ranks is {self._least}"
         if len(self._times) > self._most:

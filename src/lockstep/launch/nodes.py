@@ -778,11 +778,11 @@ class Follower:
         It has lost its place in the run, or node 0's launcher makes no decisions.
         """
         if self._lost:
-            return f"{self._lost}; the others go on without it, and the same command takes its place again"
+            return f"{self._lost}; the others continue without it, and the same command takes its place again"
         how = f"has not answered for {_LEAVE:g} s" if is_silent else "is lost"
         return (
-            f"node 0's launcher at {self._endpoint} {how}, and no other decides who goes on; the same command goes on "
-            "from the newest checkpoint"
+            f"node 0's launcher at {self._endpoint} {how}, and no other decides who continues; the same command "
+            "resumes from the newest checkpoint"
         )
 
     def _warn(self, now: float) -> None:
@@ -790,7 +790,7 @@ class Follower:
         assert self._link is not None
         is_silent = now - self._link.heard > _QUIET
         if is_silent and not self._has_warned:
-            self._say(f"node 0's launcher has not answered for {_QUIET:g} s; the ranks go on until one of them is lost")
+            self._say(f"node 0's launcher has not answered for {_QUIET:g} s; the ranks continue until one fails")
         self._has_warned = is_silent
 
     def close(self) -> None:

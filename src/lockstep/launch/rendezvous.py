@@ -342,7 +342,7 @@ class NodeRendezvous(RendezvousHandler):
             # The next round will fail because of it. This one needs no state.
             if not self._has_warned:
                 text = f"at {self._job.endpoint} somebody without the launchers' secret has overwritten their state"
-                self._say(f"{text}; the run goes on, and can neither be restarted nor take nodes in")
+                self._say(f"{text}; the run continues, and can neither be restarted nor take nodes in")
             self._has_warned = True
             return 0
 

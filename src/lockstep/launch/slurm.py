@@ -58,8 +58,8 @@ lost=$(find "$ends" -type f -empty -printf '%f\\n' 2>/dev/null)
 first=$(sort -n "$ends"/* 2>/dev/null | head -n 1)
 cause=$(cut -d ' ' -f 3- <<<"$first")
 
-again() {    # $1: why. The next job of a chain goes on; otherwise this one is requeued, without the lost nodes.
-    echo "lockstep: $1; the run goes on in the next job" >&2
+again() {    # $1: why. The next job of a chain continues; otherwise this one is requeued, without the failed nodes.
+    echo "lockstep: $1; the run continues in the next job" >&2
     [ -e "$slurm/$SLURM_JOB_ID.chain" ] && exit "$code"
     trap '' TERM    # by which Slurm ends this script once the job is requeued
     scontrol requeue "$SLURM_JOB_ID" || exit "$code"

@@ -85,7 +85,7 @@ def parse(text: str) -> list[GroupRule]:
             rule = rule._replace(**_parse_setting(setting.strip(), rule_text))
         if rule.frozen and rule != GroupRule(rule.pattern, frozen=True):
             raise ConfigError(
-                f"--optim.groups '{rule_text}': frozen parameters have no rate and no decay; remove either"
+                f"--optim.groups '{rule_text}': frozen parameters have no learning rate and no decay; remove either"
             )
         rules.append(rule)
     return rules

@@ -552,7 +552,7 @@ def _count_troubles(facts: RunFacts) -> None:
             facts.troubles.append((trouble, f"{count:,.0f}"))
     restarts = facts.state.restarts
     losses = facts.state.losses
-    for count, trouble in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others continued")):
+    for count, trouble in ((restarts, "restarts after a failure"), (losses, "rank failures, survived by the others")):
         if count:
             facts.troubles.append((trouble, f"{count:,}"))
     if facts.spikes:

@@ -96,7 +96,7 @@ LABELS = {
     TRAINING: "training",
     "redone": "redone: steps that ran again",
     LOADING: "stalls: steps waited for samples",
-    RECOVERY: "stalls: a rank was lost or joined",
+    RECOVERY: "stalls: a rank failed or joined",
     SAVES: "saves: the loop waited for checkpoints",
     EVALUATION: "evaluation",
     BODY: "the caller's own loop body",

@@ -212,7 +212,7 @@ def run_training(spec: RunSpec, status: RunStatus) -> Training:
         if ranks.member:
             # The launcher may have ended already.
             with suppress(RuntimeError):
-                ranks.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
+                ranks.member.report_end("its own loop was left, by an error or a break, so the others stop too")
         status.name = status.early_name if status.name == "running" else status.name
         if spec.world is None and ranks.world:
             if status.name == status.early_name:
@@ -793,7 +793,7 @@ def _end_status(status: RunStatus, reason: BaseException | None) -> str:
             return "out of memory"
         if isinstance(reason, Rollback):
             return "rolled back"
-        return "built anew"
+        return "rebuilt"
     if isinstance(reason, KeyboardInterrupt):
         return "interrupted"
     if reason is None or isinstance(reason, GeneratorExit):

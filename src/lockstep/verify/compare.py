@@ -206,7 +206,7 @@ def _rates(traces: Traces, step: int) -> Iterator[Difference]:
             text = f"{record['updates']} updates instead of {expected['updates']}"
             yield Difference(step, "optimizer", "update", rank, text)
         elif record["rates"] != expected["rates"]:
-            text = f"the rates are {record['rates']} instead of {expected['rates']} at the same schedule factor"
+            text = f"the learning rates are {record['rates']} instead of {expected['rates']} at one schedule factor"
             yield Difference(step, "optimizer", "learning rate", rank, text)
     # An update at another rate cannot show that the optimizer is wrong: the schedule is compared next.
     if same:
@@ -217,7 +217,7 @@ def _schedule(traces: Traces, step: int) -> Iterator[Difference]:
     expected = traces.reference["steps"][step]["factor"]
     for rank, record in traces.records(step):
         if record["factor"] != expected:
-            text = f"the rate is multiplied by {record['factor']!r} instead of {expected!r}"
+            text = f"the learning rate is multiplied by {record['factor']!r} instead of {expected!r}"
             yield Difference(step, "schedule", "factor", rank, text)
 
 

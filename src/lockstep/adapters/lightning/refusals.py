@@ -60,7 +60,7 @@ WAYS = {
     "LearningRateFinder": "examples/find_lr.py shows how to try rates",
     "BatchSizeFinder": "`lockstep plan` computes the largest micro-batch that fits",
     "SpikeDetection": "the config's guards.spike does it",
-    "Timer": "send the run a signal, or let the queue do it: it saves and goes on later",
+    "Timer": "send the run a signal, or let the queue do it: it saves and resumes later",
 }
 
 # Arguments of `self.log` and `self.log_dict`.
@@ -116,7 +116,7 @@ barebones | idle | what is logged costs little here
 enable_autolog_hparams | task | False: the loggers get no hyperparameters
 min_epochs | refused | nothing ends a run early but EarlyStopping: leave it out
 min_steps | refused | nothing ends a run early but EarlyStopping: leave it out
-max_time | refused | send the run a signal, or let the queue do it: it saves and goes on later
+max_time | refused | send the run a signal, or let the queue do it: it saves and resumes later
 overfit_batches | refused | set limit_train_batches, and a loader without shuffle
 gradient_clip_algorithm | refused | gradients are clipped by their norm: leave it out
 profiler | refused | dataclasses.replace(config, profile="10:20"), see docs/profile.md

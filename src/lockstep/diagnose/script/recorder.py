@@ -363,7 +363,7 @@ class ScriptRecorder:
                 where = "the model is on the CPU"
             else:
                 where = f"the work of a device of type {device_type} is not traced"
-            unseen.append(f"host side only: {where}, so synchronisations such as .item() are not told from other calls")
+            unseen.append(f"host side only: {where}, so synchronisations such as .item() are counted with other calls")
         if not self._has_loader:
             unseen.append("no DataLoader of torch was used: time spent loading samples counts as computing or Python")
         return unseen

@@ -90,9 +90,9 @@ def explain_no_recovery(built: RunParts) -> str:
     if obstacle := explain_no_replica(name, built.config.engine_options, built.groups.optimizer):
         return obstacle
     if built.world.device.type == "cuda":
-        return "a collective on CUDA devices cannot be aborted yet when a rank is lost"
+        return "a collective on CUDA devices cannot be aborted yet when a rank fails"
     if built.task.state_dict():
-        return "the task has tensors of its own, which its loss may have changed in the lost step"
+        return "the task has tensors of its own, which its loss may have changed in the step that failed"
     if built.task.hooks or built.task.own_steps:
         return "the task's hooks have state of their own, which a new process lacks"
     return ""
@@ -406,15 +406,15 @@ def _open_sinks(outputs: RunOutputs, built: RunParts) -> None:
 
 def _log_regroup(generation: Generation, reason: str, step: int, seconds: float) -> None:
     for line in generation.lost:
-        _LOG.warning("%s; the others go on", line)
+        _LOG.warning("%s; the others continue", line)
     if not generation.lost and not generation.fresh:
-        _LOG.warning("the ranks have formed their groups again, and go on; none is lost: %s", reason)
+        _LOG.warning("the ranks have formed their groups again and continue; none has failed: %s", reason)
     if generation.fresh:
         new = f", {len(generation.fresh)} of them new"
     else:
         new = ""
     if len(generation.members) == 1:
-        ranks = "1 rank goes"
+        ranks = "1 rank continues"
     else:
-        ranks = f"{len(generation.members)} ranks go"
-    _LOG.info("%s on after step %d%s (after %.2f s)", ranks, step, new, seconds)
+        ranks = f"{len(generation.members)} ranks continue"
+    _LOG.info("%s after step %d%s (after %.2f s)", ranks, step, new, seconds)

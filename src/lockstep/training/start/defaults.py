@@ -210,7 +210,7 @@ def describe_optimizer(run_plan: RunPlan) -> str:
         to = f" to {optim.floor:.3g}"
     rates = f"{optim.schedule}{to} after {optim.warmup_steps} of {run_plan.step_plan.steps} steps of warm-up"
     if optim.schedule == NONE:
-        rates = "a rate that lockstep never writes"
+        rates = "a learning rate that lockstep never writes"
     if optim.name != "sgd":
         numbers = f"betas {optim.beta1:g} and {optim.beta2:g}"
     else:
@@ -240,7 +240,7 @@ def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None =
     if config.optim.warmup_steps >= steps and config.optim.schedule != NONE:
         lines.append(
             f"--optim.warmup-steps {config.optim.warmup_steps} is longer than the plan of {steps} "
-            f"step{'s' * (steps > 1)}, so the rate never reaches --lr {config.lr:g}; leave it out for "
+            f"step{'s' * (steps > 1)}, so the learning rate never reaches --lr {config.lr:g}; leave it out for "
             f"{default_warmup(steps, config.optim.schedule)}"
         )
     low, high = _LORA_RATES

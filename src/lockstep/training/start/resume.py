@@ -78,7 +78,7 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
         return ""
     return (
         f"extended after step {extension.at} from {extension.before} to {steps} steps: the schedule is stretched to "
-        f"the new length, and continues at a rate of {rate:.3g}"
+        f"the new length, and continues at a learning rate of {rate:.3g}"
     )
 
 
@@ -398,8 +398,8 @@ def _check_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
     if other:
         values = ", ".join(f"{_stream_option(name)} {before.get(name)} (now {now.get(name)})" for name in other)
         raise ResumeError(
-            f"the place in a stream is known for {values}: a resume would lose and repeat samples; give the values as "
-            "they were, or use another --experiment-name with --init-from"
+            f"the position in a stream is known for {values}: a resume would lose and repeat samples; give the values "
+            "as they were, or use another --experiment-name with --init-from"
         )
 
 

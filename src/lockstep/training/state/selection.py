@@ -210,7 +210,7 @@ def update_plateau(config: Config, selection: Selection, *, better: bool) -> Non
     selection.plateau = PlateauCount(0 if falls else bad, before.fallen + falls, cooling)
     if falls:
         _LOG.info(
-            "the rate falls to %.3g of --lr, or to --optim.floor: %d evaluations did not improve on %s",
+            "the learning rate falls to %.3g of --lr, or to --optim.floor: %d evaluations did not improve on %s",
             *(config.optim.gamma ** plateau_drops(selection), bad, describe_best(selection.best)),
         )
 

@@ -367,7 +367,7 @@ def make_number_reader(
                 raise LockstepError(read_alone(world.rank, step.global_step, ahead)) from error
             if not survives_losses:
                 raise
-            _LOG.warning("the loss of step %d is unknown: a lost rank had a part of it", step.global_step)
+            _LOG.warning("the loss of step %d is unknown: a rank that failed had a part of it", step.global_step)
             return math.nan, dict.fromkeys(numbers, math.nan)
         exchange.progress.at(step.record.step, IN_BODY)
         total = math.fsum(row[0] for row in rows)
