@@ -28,7 +28,7 @@ __all__ = ["launch"]
 _PAUSE = 0.1
 
 
-class _Outcome(NamedTuple):
+class _FunctionEnd(NamedTuple):
     """The end of the function on one rank.
 
     Attributes:
@@ -88,9 +88,9 @@ def launch(function: Callable[..., Any], processes: int, args: tuple[Any, ...]) 
     return [pickle.loads(outcome.result) for outcome in outcomes]
 
 
-def _start(processes: int, args: tuple[Any, ...], folder: Path) -> list[_Outcome]:
+def _start(processes: int, args: tuple[Any, ...], folder: Path) -> list[_FunctionEnd]:
     try:
-        outcomes: list[_Outcome] = spawn.start(
+        outcomes: list[_FunctionEnd] = spawn.start(
             _call,
             processes,
             args,
@@ -109,7 +109,7 @@ def _start(processes: int, args: tuple[Any, ...], folder: Path) -> list[_Outcome
         raise
 
 
-def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) -> _Outcome:
+def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) -> _FunctionEnd:
     """Call the function on this rank."""
     for name, value in caller.variables.items():
         # The rank has its own of a launcher's variables.
@@ -125,11 +125,11 @@ def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        return _Outcome(spawn.dump_result(function(*args)))
+        return _FunctionEnd(spawn.dump_result(function(*args)))
     except KeyboardInterrupt:
-        return _Outcome(interrupted=True)
+        return _FunctionEnd(interrupted=True)
     except SystemExit as end:
-        return _Outcome(exits=True, code=end.code)
+        return _FunctionEnd(exits=True, code=end.code)
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -260,7 +260,7 @@ def _collect_start_facts(opening: _Opening, user_task: Any, world: World, reques
 # --- task, data and model, and the configuration that they decide
 
 
-class _Draft(NamedTuple):
+class _ModelDraft(NamedTuple):
     """A run's task, data and model, and the configuration that is resolved with them.
 
     Attributes:
@@ -281,7 +281,7 @@ class _Draft(NamedTuple):
     notes: list[str]
 
 
-def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildRequest) -> _Draft:
+def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildRequest) -> _ModelDraft:
     """Make task, data and model, and resolve the configuration. Collective."""
     requested = opening.requested
     state = opening.state
@@ -311,7 +311,7 @@ def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildR
     sizes = tuple(len(dataset) for dataset in evaluation_sets.values())
     resolved = resolve(requested, dataclasses.replace(facts, evaluation=sizes))
     own_task = user_task is not None or kind_of(requested.task) == OWN
-    return _Draft(opening, task, own_task, training, evaluation_sets, model, resolved, draft.config, notes)
+    return _ModelDraft(opening, task, own_task, training, evaluation_sets, model, resolved, draft.config, notes)
 
 
 def _fixes_cut(draft: Config, training: TrainingSet, request: BuildRequest) -> bool:
@@ -411,7 +411,7 @@ def _order(draft: Config, task: Task, dataset: Any) -> SizedOrder:
 # --- checks before the engine is made
 
 
-def _check_settings(draft: _Draft, world: World) -> None:
+def _check_settings(draft: _ModelDraft, world: World) -> None:
     """Check the resolved configuration against its files, the checkpoint and the ranks, and record its plan."""
     requested = draft.opening.requested
     state = draft.opening.state
@@ -427,7 +427,7 @@ def _check_settings(draft: _Draft, world: World) -> None:
         check_division(settings, world, notify(world))
 
 
-def _check_plan(draft: _Draft, world: World) -> dict[str, Any]:
+def _check_plan(draft: _ModelDraft, world: World) -> dict[str, Any]:
     """Check the model and the plan, between the ranks and with the checkpoint, and return the plan."""
     opening = draft.opening
     task = draft.task
@@ -452,7 +452,7 @@ def _check_cuttable(config: Config, task: Task, model: nn.Module, training: Trai
     check_cuttable(config, task, model, is_stream=training.order is None, is_grouped=run_plan.grouped)
 
 
-def _check_data(draft: _Draft, batches: Batches, world: World, request: BuildRequest) -> list[str]:
+def _check_data(draft: _ModelDraft, batches: Batches, world: World, request: BuildRequest) -> list[str]:
     """Compare programs and samples between the ranks and with the checkpoint. Collective.
 
     Returns:
@@ -475,7 +475,7 @@ def _check_data(draft: _Draft, batches: Batches, world: World, request: BuildReq
     return notes
 
 
-def _make_setup(draft: _Draft, plan: dict[str, Any], notes: list[str]) -> RunSetup:
+def _make_setup(draft: _ModelDraft, plan: dict[str, Any], notes: list[str]) -> RunSetup:
     opening = draft.opening
     return RunSetup(
         folder=opening.folder,
@@ -507,7 +507,7 @@ class _TrialData(NamedTuple):
 
 
 def _load_trial_data(
-    draft: _Draft, batches: Batches, evaluation: dict[str, Batches], world: World, request: BuildRequest
+    draft: _ModelDraft, batches: Batches, evaluation: dict[str, Batches], world: World, request: BuildRequest
 ) -> _TrialData:
     """Load the samples of the trial that the run needs. Collective."""
     task = draft.task
