@@ -109,7 +109,9 @@ def build_model(  # noqa: PLR0913
     base = _add_adapters(config, task, model, world, state, say, sizes_only=sizes_only)
     _freeze_by_rules(config, model, world, say)
     task_blocks = task.blocks(model)
-    batchnorm = resolve_batchnorm(config, world.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
+    batchnorm = resolve_batchnorm(config, world.data_parallel.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
+    if batchnorm.kind == "sync" and world.replica.size > 1:
+        raise ConfigError("--batchnorm sync does not work with replicas of several ranks: use --batchnorm replay")
     if batchnorm.reason:
         say(batchnorm.reason)
     return prepare(
@@ -430,7 +432,7 @@ def build_engine(
     request = EngineRequest(
         clip=config.optim.clip,
         exact=config.micro_batches if config.exact else 0,
-        sharing=batches.sharing if config.shares != "equal" and world.size > 1 else None,
+        sharing=batches.sharing if config.shares != "equal" and world.data_parallel.size > 1 else None,
         loss_scaling=config.fp16 if config.precision == "fp16" else None,
         blocks=tuple(task.blocks(model) or ()),
         options=config.engine_options,
