@@ -147,6 +147,18 @@ def test_a_collective_is_issued_where_its_failure_is_translated():
             assert not issued.search(path.read_text(encoding="utf-8")), where
 
 
+def test_a_collective_names_its_group():
+    """Of an engine: its world's; with replicas of several ranks the default group has too many ranks."""
+    collective = re.compile(r"all_\w+|broadcast|barrier|reduce\w*|gather\w*|scatter\w*")
+    for path in modules():
+        if path.relative_to(ROOT).parts[0] in ("trace", "diagnose"):
+            continue
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            owner = ast.unparse(call.func).rpartition(".")
+            if owner[0] in ("dist", "collectives") and collective.fullmatch(owner[2]):
+                assert "group" in {each.arg for each in call.keywords}, f"{path}:{call.lineno}"
+
+
 ENTRIES = {"__main__", "trace/attach/sitecustomize"}  # that Python starts, and nothing imports
 
 

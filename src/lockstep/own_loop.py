@@ -121,10 +121,11 @@ def loader(  # noqa: PLR0913
     planned = steps * batch_size or epochs * stream.size
     plan = StepPlan(batch_size, micro_batch_size, planned - (planned % batch_size if drop_last else 0))
     # Every rank needs at least one micro-batch, since the engines' collectives involve all ranks.
-    if plan.micro_batches < world.size:
+    ranks = world.data_parallel.size
+    if plan.micro_batches < ranks:
         raise ConfigError(
             f"lockstep.loader: a step of {batch_size} is {plan.micro_batches} micro-batches of {micro_batch_size}, "
-            f"fewer than the {world.size} ranks; use a smaller micro_batch_size"
+            f"fewer than the {ranks} ranks; use a smaller micro_batch_size"
         )
     task = _LoaderTask(collate, count, reduction)
 
@@ -409,6 +410,7 @@ def gather_for_metrics(step: LoaderStep, values: Sequence[Any]) -> Any:
         )
     if not all(isinstance(leaf, Tensor) and leaf.ndim for value in leaves for leaf in value):
         raise UsageError("gather_for_metrics: give tensors of shape [rows, ...]; numbers have no rows")
+    peers = step.world.data_parallel
     columns = []
     for rows in zip(*leaves, strict=True):
         counted_rows = []
@@ -416,7 +418,7 @@ def gather_for_metrics(step: LoaderStep, values: Sequence[Any]) -> Any:
             # An empty slot repeats another micro-batch, so its rows would count twice.
             if counts:
                 counted_rows.append(value.detach())
-        columns.append(_gather_rows(torch.cat(counted_rows) if counted_rows else rows[0].detach()[:0], step.world))
+        columns.append(_gather_rows(torch.cat(counted_rows) if counted_rows else rows[0].detach()[:0], peers))
     return pytree.tree_unflatten(columns, forms[0])
 
 
@@ -430,7 +432,7 @@ def _gather_rows(own: Tensor, world: World) -> Tensor:
     # Bytes, because gloo does not support every dtype.
     data = as_bytes(send)
     received = [torch.empty_like(data) for _ in lengths]
-    collectives.all_gather(received, data)  # collective
+    collectives.all_gather(received, data, group=world.group)  # collective
     rows_by_rank = []
     for padded, length in zip(received, lengths, strict=True):
         rows_by_rank.append(from_bytes(padded, own.dtype, send.shape)[:length])
@@ -688,9 +690,10 @@ def step_backward(
         total = torch.stack(losses).sum()
     else:
         total = torch.zeros((), dtype=torch.float64, device=step.world.device)
-    if step.world.size > 1:
+    peers = step.world.data_parallel
+    if peers.size > 1:
         # Each rank has the losses of its own micro-batches only; the step's loss is their sum.
-        collectives.all_reduce(total)  # collective
+        collectives.all_reduce(total, group=peers.group)  # collective
     return total
 
 

@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule, equal_shares
-from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.exact import Subtotals, Subtrees, TreeSpan, piece_of_sum
@@ -168,7 +167,7 @@ class WholeStep:
             own = _describe_form(form)
             other = _describe_form(self._form)
             raise LockstepError(
-                f"{rank_label(self._world.rank)}: the task's `outputs` of micro-batch {index} are {own}, but those of "
+                f"{self._world.label}: the task's `outputs` of micro-batch {index} are {own}, but those of "
                 f"another are {other}: only the number of samples may differ; pad them to one size"
             )
         return tensors
@@ -197,7 +196,7 @@ class WholeStep:
             send[:size] = torch.cat(byte_columns, dim=1)
         received = [torch.empty_like(send) for _ in sizes]
         # All ranks gather the padded rows; the loss needs the outputs of all samples.
-        collectives.all_gather(received, send)  # collective
+        collectives.all_gather(received, send, group=self._world.group)  # collective
         packed = torch.cat([rows_of_rank[:count] for rows_of_rank, count in zip(received, sizes, strict=True)])
         blocks = packed.split_with_sizes(widths, dim=1)
         whole = []
@@ -280,10 +279,11 @@ class WholeStep:
             (total,) = sums.take()
             return total[:length]
         # One all-to-all per round of the tree, on all ranks.
-        piece = piece_of_sum(sums.take(), lambda pieces: like.new_empty(pieces, padded // ranks), subtrees)
+        group = self._world.group
+        piece = piece_of_sum(sums.take(), lambda pieces: like.new_empty(pieces, padded // ranks), subtrees, group)
         total = like.new_empty(padded)
         # Every rank needs the whole sum, because its own rows are somewhere in it.
-        collectives.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
+        collectives.all_gather(list(total.view(ranks, -1).unbind()), piece, group=group)  # collective
         return total[:length]
 
     def _tree(self, tensors: list[Tensor]) -> Any:
@@ -299,7 +299,7 @@ class WholeStepPasses(Passes):
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         super().__init__(engine, task, control)
-        self._whole = make_whole_step(task, control.world, control.micro_batches, control.sharing)
+        self._whole = make_whole_step(task, control.world.data_parallel, control.micro_batches, control.sharing)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
         if len(micro) == 1:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
-from lockstep.distributed import world as devices
+from lockstep.distributed import devices
 from lockstep.distributed import world as worlds
-from lockstep.distributed.world import World, check_unshared, identity, local_device
+from lockstep.distributed.devices import check_unshared, identity, local_device
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
 

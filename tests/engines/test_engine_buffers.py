@@ -159,8 +159,11 @@ class Two(World):
 
 def test_ranks_share_forward_buffers_of_equal_shapes(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
-    monkeypatch.setattr(collectives.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
-    monkeypatch.setattr(collectives.dist, "all_reduce", lambda writers: writers.mul_(2))  # the other writes the same
+    monkeypatch.setattr(
+        collectives.dist, "broadcast", lambda tensor, group, group_src: sent.append((tensor.dtype, group_src))
+    )
+    # The other writes the same.
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda writers, group: writers.mul_(2))
     world.shapes = {"mean": [7, 3]}
     made = with_buffers(Still(model, True), model, world, EngineRequest())
     for _ in range(4):

@@ -24,10 +24,10 @@ def _there_and_back(world):
     ]
     cut = [(*whole.chunk(world.size), *[whole[:0]] * world.size) for whole in wholes]
     parts, owners = [each[world.rank] for each in cut], assign_owners([whole.numel() for whole in wholes], world.size)
-    mine = gather_rows(parts, SHAPES, owners)
+    mine = gather_rows(parts, SHAPES, owners, None)
     expected = [whole for whole, owner in zip(wholes, owners, strict=True) if owner == world.rank]
     assert all(map(torch.equal, mine, expected))
-    back = scatter_rows([2 * whole for whole in mine], SHAPES, owners, parts[0])
+    back = scatter_rows([2 * whole for whole in mine], SHAPES, owners, parts[0], None)
     return len(mine) == len(expected) and all(torch.equal(a, 2 * b) for a, b in zip(back, parts, strict=True))
 
 

@@ -8,13 +8,19 @@ import numpy
 import pytest
 import small_runs
 import torch
+import torch.distributed as dist
 from ranks import run
+from refusals import refuses
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from toys import Network, Ragged
 
 import lockstep
 from lockstep.config.engine_options import ENGINES
-from lockstep.errors import DifferenceError
+from lockstep.errors import ConfigError, DifferenceError
 from lockstep.tensors import local_of
 
 SPLITTING = [name for name in ENGINES if name in ("fsdp", "zero")]
@@ -62,9 +68,9 @@ class Given(Ragged):
         return Headed(self.net) if self.kind == "part" else self.net
 
 
-def trained(folder, kind, seed, world=None, **more):
+def trained(folder, kind, seed, world=None, task=None, **more):
     config = small_runs.config(folder, max_steps=4, report=False, **more)
-    with lockstep.Run(config, Given(kind, seed), world) as made:
+    with lockstep.Run(config, task or Given(kind, seed), world) as made:
         losses = [step.loss for step in made]
     whole = {**made.model.state_dict(), **dict(made.model.named_buffers())}
     full = {name: t.full_tensor() if hasattr(t, "full_tensor") else local_of(t) for name, t in whole.items()}
@@ -105,3 +111,39 @@ def test_objects_made_before_the_run_are_rank_0s_on_every_engine(tmp_path):
             assert found[name][0] == pytest.approx(alone["whole"][0], abs=1e-9)
         assert "initial weights differ" in found["drawn"]
         assert found["said"] == (0 if rank else 2 + len(SPLITTING))  # once for each new run
+
+
+class Parallel(Ragged):
+    """Its model is sharded already, or has a buffer that is."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.net = kind, Stored(Network())
+
+    def model(self):
+        mesh = init_device_mesh("cpu", (1 if self.kind == "buffer" else dist.get_world_size(),))
+        if self.kind == "buffer":
+            self.net.seen = distribute_tensor(self.net.seen, mesh, [Replicate()])
+        elif self.kind == "columns":
+            parallelize_module(self.net, mesh, {"inner.head": ColwiseParallel()})
+        else:
+            fully_shard(self.net, mesh=mesh)
+        return self.net
+
+
+WHERE = {"columns": "inner.head.weight", "sharded": "inner.embedding.weight", "buffer": "seen"}
+
+
+def refused(world, folder, engines):
+    for name in engines:
+        for kind in WHERE if world.size > 1 else ["buffer"]:
+            with refuses(ConfigError, WHERE[kind], "DTensor", "--engine fsdp", "parallelize_module"):
+                trained(folder, kind, 0, world, task=Parallel(kind), engine=name)
+    return (folder / "r").exists()
+
+
+def test_a_parallel_model_is_refused_on_every_engine(tmp_path):
+    """By the name of its parameter, before the run's folder is made."""
+    several = [name for name, entry in ENGINES.items() if not entry.one_process]
+    assert run(refused, 2, tmp_path, several) == [False, False]
+    assert run(refused, 1, tmp_path, list(ENGINES)) == [False]

@@ -42,6 +42,7 @@ class EngineEntry(NamedTuple):
             compute another's micro-batch.
         survives_loss: its states can be on several ranks, or on several groups of ranks (`BareEngine.replica_size`), so
             that the others can go on if one is lost.
+        replicas: several ranks may hold one model between them (`World.replica`).
         own_steps: a task may step its optimizers itself.
         block_norms: it can measure the norm of each gradient.
         penalty: a term of the parameters alone can be added once a step.
@@ -62,6 +63,7 @@ class EngineEntry(NamedTuple):
     own_gradients: bool = False
     shares: bool = False
     survives_loss: bool = False
+    replicas: bool = False
     own_steps: bool = False
     block_norms: bool = False
     penalty: bool = True
@@ -90,6 +92,7 @@ ENGINES = {
         "ddp:DDP",
         shares=True,
         survives_loss=True,
+        replicas=True,
         own_steps=True,
         block_norms=True,
         quantized=_BITS,

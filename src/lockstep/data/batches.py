@@ -230,7 +230,8 @@ class Batches:
         leads: a micro-batch's copy to the device starts when the previous one is used.
         size: samples of the dataset.
         epoch_starts: what is called before an epoch's data are loaded; None: nothing.
-        task, rank, world_size: as given.
+        task, rank: as given.
+        dp_rank, dp_size: this rank and the number of ranks in the data-parallel group, which divides the steps.
         move: copies a batch to the device; None on a CPU.
     """
 
@@ -265,9 +266,12 @@ class Batches:
         """Set what batches of any kind of dataset have."""
         self.task = task
         self.step_plan = step_plan
+        # All ranks of a replica load the same micro-batches.
+        peers = world.data_parallel
         self.rank = world.rank
-        self.world_size = world.size
-        equal = equal_shares(step_plan.micro_batches, world.size)
+        self.dp_rank = peers.rank
+        self.dp_size = peers.size
+        equal = equal_shares(step_plan.micro_batches, peers.size)
         self.sharing = sharing or ShareSchedule(lambda step: equal)
         self._fetch = fetch
         self._loading = loading
@@ -296,7 +300,7 @@ class Batches:
 
     def slots_of(self, step: int) -> int:
         """Return this rank's number of forwards in a step, with empty slots."""
-        return self.sharing.at(step).slots[self.rank]
+        return self.sharing.at(step).slots[self.dp_rank]
 
     @property
     def slots_in_all(self) -> int:
@@ -387,7 +391,7 @@ class Batches:
         return Loader(wrap(self._fetch), Loading(1), self.rank, False).stream(self._keys(0))
 
     def _first_key(self, step: int) -> Key:
-        return self._key(step, slots(self.sharing.at(step), self.rank, self.step_plan.present(step))[0].micro)
+        return self._key(step, slots(self.sharing.at(step), self.dp_rank, self.step_plan.present(step))[0].micro)
 
     def known_items(self, each: int | None) -> Callable[[int], int] | None:
         """Return a function for the items of any step over all ranks.
@@ -482,9 +486,9 @@ class Batches:
                 # Shares rarely change, so the slots of a full step are computed once.
                 if (current_shares := self.sharing.at(step)) is not shares:
                     shares = current_shares
-                    full = slots(current_shares, self.rank, step_plan.micro_batches)
+                    full = slots(current_shares, self.dp_rank, step_plan.micro_batches)
                 short = end - begin < step_plan.size
-                own_slots = slots(current_shares, self.rank, step_plan.present(step)) if short else full
+                own_slots = slots(current_shares, self.dp_rank, step_plan.present(step)) if short else full
                 if not own_slots:
                     continue
                 stop = min(begin + (own_slots[-1].micro + 1) * size, end)

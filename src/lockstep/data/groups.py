@@ -395,5 +395,5 @@ class GroupBatches(Batches):
 
     def _keys(self, start: int) -> Iterator[Key]:
         for step in range(start, self.step_plan.steps):
-            for micro, weight in slots(self.sharing.at(step), self.rank, self.step_plan.present(step)):
+            for micro, weight in slots(self.sharing.at(step), self.dp_rank, self.step_plan.present(step)):
                 yield self._key(step, micro)._replace(weight=weight)

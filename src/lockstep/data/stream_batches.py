@@ -232,7 +232,7 @@ class StreamBatches(Batches):
         """Return the number of lanes that this rank reads; of all, if shares change."""
         if self.sharing.varies:
             return self.lanes.count
-        first_micro, stop = self.sharing.at(self.start_step).runs[self.rank]
+        first_micro, stop = self.sharing.at(self.start_step).runs[self.dp_rank]
         return len(
             {self.lanes.read_of(turn, m)[0] for turn in range(self.lanes.turns) for m in range(first_micro, stop)}
         )
@@ -323,7 +323,7 @@ class StreamBatches(Batches):
 
     @property
     def _trial_lane(self) -> int:
-        first_micro = self.sharing.at(self.start_step).runs[self.rank][0]
+        first_micro = self.sharing.at(self.start_step).runs[self.dp_rank][0]
         return self.lanes.count + self.lanes.read_of(0, min(first_micro, self.lanes.micro_batches - 1))[0]
 
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
@@ -463,7 +463,7 @@ class StreamLoader(StepLoader):
         self._steps = batches.step_plan.steps
         self._sharing = batches.sharing
         self._leads = batches.leads
-        self._rank = batches.rank
+        self._rank = batches.dp_rank
         self._mean = has_mean_loss(batches.task)
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
@@ -613,7 +613,7 @@ class StreamLoader(StepLoader):
             self._known[int(lane)] = epoch, Cursor(*cursor)
 
     def _cover_alone(self, step: int) -> None:
-        if self._batches.world_size > 1:
+        if self._batches.dp_size > 1:
             raise LockstepError("a stream is read without a step exchange; a bug in lockstep")
         while not self._ready:
             turn = self.ahead(0)

@@ -1,6 +1,6 @@
 """Issue collectives, and raise PeerError where one fails because another rank is lost.
 
-    all_reduce(tensor, group=world.control)
+    all_reduce(tensor, group=world.control)  # on the host; group=world.group: on the device
     wait(work)                              # of a collective with `async_op`
     full_tensor(parameter)                  # of a DTensor
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lockstep.distributed.membership import is_lost_peer, lost_peers
 from lockstep.tensors import as_bytes, from_bytes
@@ -50,40 +51,43 @@ def _issue(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
         raise lost_peers(dist.get_rank()) from error
 
 
-def all_reduce(tensor: Tensor, **options: Any) -> Any:
+# Every caller names its group, so that it is a decision whose ranks take part. None: all ranks of the run.
+
+
+def all_reduce(tensor: Tensor, *, group: ProcessGroup | None, **options: Any) -> Any:
     """Call `dist.all_reduce`. Collective."""
-    return _issue(dist.all_reduce, tensor, **options)  # collective
+    return _issue(dist.all_reduce, tensor, group=group, **options)  # collective
 
 
-def all_gather(tensors: list[Tensor], tensor: Tensor, **options: Any) -> Any:
+def all_gather(tensors: list[Tensor], tensor: Tensor, *, group: ProcessGroup | None, **options: Any) -> Any:
     """Call `dist.all_gather`. Collective."""
-    return _issue(dist.all_gather, tensors, tensor, **options)  # collective
+    return _issue(dist.all_gather, tensors, tensor, group=group, **options)  # collective
 
 
-def broadcast(tensor: Tensor, **options: Any) -> None:
+def broadcast(tensor: Tensor, *, group: ProcessGroup | None, **options: Any) -> None:
     """Call `dist.broadcast`, as bytes where the backend lacks the dtype. Collective.
 
     Layouts that no backend sends, such as conjugates and views with gaps, also travel as bytes.
     """
     is_memory = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if is_memory and tensor.dtype in _COMMON:
-        _issue(dist.broadcast, tensor, **options)  # collective
+        _issue(dist.broadcast, tensor, group=group, **options)  # collective
         return
     # `as_bytes` copies where the tensor is not contiguous, so the result is copied back.
     data = as_bytes(tensor)
-    _issue(dist.broadcast, data, **options)  # collective
+    _issue(dist.broadcast, data, group=group, **options)  # collective
     if not is_memory:
         tensor.copy_(from_bytes(data, tensor.dtype, tensor.shape))
 
 
-def all_to_all_single(output: Tensor, values: Tensor, *splits: list[int] | None, **options: Any) -> Any:
+def all_to_all_single(output: Tensor, values: Tensor, *splits: list[int] | None, group: ProcessGroup | None) -> Any:
     """Call `dist.all_to_all_single`. Collective."""
-    return _issue(dist.all_to_all_single, output, values, *splits, **options)  # collective
+    return _issue(dist.all_to_all_single, output, values, *splits, group=group)  # collective
 
 
-def barrier(**options: Any) -> Any:
+def barrier(*, group: ProcessGroup | None, **options: Any) -> Any:
     """Call `dist.barrier`. Collective."""
-    return _issue(dist.barrier, **options)  # collective
+    return _issue(dist.barrier, group=group, **options)  # collective
 
 
 def wait(work: dist.Work, timeout: timedelta | None = None) -> None:

@@ -347,12 +347,15 @@ class StepExchange:
         return [math.fsum(column) for column in zip(*self.rows(values), strict=True)]
 
     def rows(self, values: list[float]) -> list[list[float]]:
-        """Return the values of each rank, in rank order. Waits for all ranks.
+        """Return the values of each rank, to be summed, in rank order. Waits for all ranks.
 
-        Every rank passes the same number of values.
+        Every rank passes the same number of values. Rows of ranks that do not count (`World.counts`) are 0.
         """
         if self._world.size == 1:
             return [values]
+        # The other ranks of a replica have the same values, which count once.
+        if not self._world.counts:
+            values = [0.0] * len(values)
         rows = self._buffer(len(values))
         sent = torch.tensor(values, dtype=torch.float64)
         # All ranks, once for each record. The CPU group waits here for the slowest rank, and for no device.
@@ -379,6 +382,8 @@ class StepExchange:
                     turns.append(self._turns.ahead(k))
                 else:
                     turns.append(NO_TURN)
+            if not self._world.counts:
+                turns = [NO_TURN] * MOST_STEPS
             row += [float(turn.samples) for turn in turns] + [float(turn.filled) for turn in turns]
         start = len(row)
         row += self._extra(due, due + length, self.wait_seconds)
@@ -387,6 +392,9 @@ class StepExchange:
             ahead = self._ahead
             # Past the last step a rank sends zeros, so that all rows have one length.
             counts = [turn.items for turn in turns] or [ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
+            # Another rank of the replica sends the same items.
+            if not self._world.counts:
+                counts = [0] * MOST_STEPS
             coming = [parts(turn) for turn in counts]
             # Each count is a sum of several float64 parts: send MOST_STEPS numbers for each part.
             row += [addend for column in zip(*coming, strict=True) for addend in column]

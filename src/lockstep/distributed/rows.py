@@ -1,8 +1,8 @@
 """Move tensors between shards of their rows and the ranks that own them whole.
 
 owners = assign_owners([matrix.numel() for matrix in matrices], ranks)
-wholes = gather_rows(shards, shapes, owners)            # those that this rank owns
-shards = scatter_rows(wholes, shapes, owners, shards[0])
+wholes = gather_rows(shards, shapes, owners, group)     # those that this rank owns
+shards = scatter_rows(wholes, shapes, owners, shards[0], group)
 """
 
 import heapq
@@ -36,7 +36,7 @@ def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def gather_rows(
-    parts: Sequence[Tensor], shapes: Shapes, owners: Sequence[int], group: dist.ProcessGroup | None = None
+    parts: Sequence[Tensor], shapes: Shapes, owners: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[Tensor]:
     """Gather the full tensors that this rank owns, in new memory. One all-to-all.
 
@@ -78,7 +78,7 @@ def scatter_rows(
     shapes: Shapes,
     owners: Sequence[int],
     like: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """Scatter the owners' full tensors; return this rank's rows of every tensor. One all-to-all.
 

@@ -11,6 +11,10 @@ for a device nor interleave with the training group's collectives.
 Agreements that follow each other travel together: in `with world.together():` an action of `on_all_ranks` and a value
 of `check_same` or `defer` wait for the next gather, which carries the errors of all ranks too.
 
+Several ranks may hold one model between them: `world.form_replicas(tensor=2)` makes `world.replica` and
+`world.data_parallel`, Worlds of some of the ranks. Code that divides data or sums over it uses `world.data_parallel`;
+code that agrees, saves, reports or names a rank uses `world`.
+
 A default group that already exists in this process (from accelerate, or a script) is used, and left open at the end.
 
 A process may join and leave many times, and torchrun's agent keeps one meeting point over all restarts. So ranks write
@@ -21,15 +25,13 @@ import contextlib
 import gc
 import json
 import os
-import platform
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
@@ -40,6 +42,7 @@ import xxhash
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors
+from lockstep.distributed.devices import check_unshared, identity, local_device
 from lockstep.distributed.launcher import (
     ROUND_VARIABLE,
     check_reachable,
@@ -61,11 +64,6 @@ __all__ = [
 ]
 
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-# NCCL distinguishes devices by UUID from this version on; before it, by their bus ID.
-_BY_UUID = (2, 30)
-# The variable that lets ranks share a device, in the same NCCL.
-_SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # Bytes in front of a gathered value, with its length.
 _LENGTH = 8
 # Bytes of a value that the first collective carries. Most agreements are shorter.
@@ -85,93 +83,6 @@ _LAST_PAUSE = 0.25
 _PATIENCE = 5.0
 # The launcher's variables, each with its least value, which is also the default.
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-
-
-def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
-    """Choose the device of a rank.
-
-    Args:
-        name: "auto", "cpu" or "cuda", of --device.
-        local_rank: index of this process on its node.
-        local_size: processes on the node; 1 if the launcher does not set it.
-
-    Raises:
-        ConfigError: there is no CUDA device, or there are several, but fewer than processes.
-    """
-    if name in ("auto", "cuda") and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-    else:
-        count = 0
-    if name == "cpu" or (name == "auto" and not count):
-        return torch.device("cpu")
-    if not count:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
-    # The only visible device. Whether another rank shares it is checked once the ranks have joined.
-    if count == 1:
-        return torch.device("cuda", 0)
-    ranks = max(local_size, local_rank + 1)
-    if ranks > count:
-        raise ConfigError(
-            f"local rank {local_rank} of {ranks}: this process sees {count} CUDA devices; start at most {count} "
-            "processes on this node, or show each process one device of its own"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def identity(device: torch.device) -> list[str] | None:
-    """Return what NCCL compares to distinguish CUDA devices.
-
-    Returns:
-        [host, key, name]; None if NCCL allows several ranks on the device. The host is NCCL's notion of one: its name
-        and this boot, or NCCL_HOSTID. The key is the device's UUID, which each MIG instance has; NCCL before 2.30 uses
-        the bus ID, which a GPU's instances share.
-    """
-    # torch has no type for this call.
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    if version >= _BY_UUID and os.environ.get(_SHARE_VARIABLE) == "1":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    uuid = str(properties.uuid)
-    bus = []
-    for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"):
-        bus.append(str(getattr(properties, name, uuid)))
-    return [_host(), uuid if version >= _BY_UUID else ":".join(bus), f"{properties.name}, UUID {uuid}"]
-
-
-def check_unshared(devices: Sequence[Sequence[str] | None]) -> None:
-    """Raise ConfigError if two ranks share a device.
-
-    NCCL would refuse it too, but minutes later and without a way out.
-
-    Args:
-        devices: by rank, its `identity`; None for a rank that does not use NCCL.
-
-    Raises:
-        ConfigError: names both ranks and the device; the same on every rank.
-    """
-    ranks: dict[tuple[str, str], int] = {}
-    for rank, device in enumerate(devices):
-        if device is None:
-            continue
-        host, key, name = device
-        first_rank = ranks.setdefault((host, key), rank)
-        if first_rank != rank:
-            raise ConfigError(
-                f"ranks {first_rank} and {rank} share one CUDA device ({name}, on {host.partition('/')[0]}), which "
-                "NCCL refuses: start one process for each device, each with its own LOCAL_RANK, or show each process "
-                "another device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1; of MIG, instances of different GPUs)"
-            )
-
-
-def _host() -> str:
-    host_id = os.environ.get("NCCL_HOSTID")
-    if host_id:
-        return host_id
-    try:
-        return f"{platform.node()}/{_BOOT.read_text(encoding='ascii').strip()}"
-    except OSError:
-        # Only Linux has a boot ID.
-        return platform.node()
 
 
 T = TypeVar("T")
@@ -206,6 +117,7 @@ class World:
         device: of the model and the batches.
         timeout: seconds after which a collective fails that a peer did not join.
         control: gloo group for agreements; None in a world of one that no launcher started.
+        group: the training backend's group; None: torch's default one, of all ranks of the run.
         quiet: print nothing to the user, since the process is not yet one that reports.
         leads: for each rank the first one that sees the same run folder; (): all see rank 0's.
         loaded: kind -> [epochs, steps] of the `lockstep.loader`s so far; the next of the kind continues there.
@@ -217,6 +129,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 600.0
     control: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
     quiet: bool = False
     leads: tuple[int, ...] = ()
     loaded: dict[str, list[int]] = field(default_factory=dict, compare=False)
@@ -225,6 +138,12 @@ class World:
     _patience: float = 0.0
     # The default group was created, and will be destroyed, by other code.
     _is_guest: bool = False
+    # The ranks in the run of those in this world, if these are some of them.
+    _global_ranks: tuple[int, ...] = ()
+    # By replica, the rank that counts for it; (): every rank counts.
+    _leaders: tuple[int, ...] = ()
+    _data_parallel: "World | None" = field(default=None, repr=False, compare=False)
+    _replica: "World | None" = field(default=None, repr=False, compare=False)
     # Not copied by `dataclasses.replace`.
     _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -303,8 +222,7 @@ class World:
         Args:
             extra: groups other than the default one and `control`, without other references; emptied.
         """
-        groups = [self.control, *extra]
-        self.control = None
+        groups = [*self._release_groups(), *extra]
         self._is_guest = False
         extra.clear()
         if dist.is_initialized():
@@ -317,23 +235,110 @@ class World:
             box = [groups.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
-    def new_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Create another gloo group. Collective over its ranks; None: all.
+    def form_replicas(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
+        """Divide the ranks into replicas, and form their groups. Collective; once after the join.
+
+        The mesh of all ranks is (dp, pp, cp, tp): the ranks of a replica follow each other, its tensor ranks closest.
+
+        Args:
+            tensor, context, pipeline: degrees; a replica has their product of ranks.
+
+        Raises:
+            ConfigError: the ranks are not a whole number of such replicas.
+        """
+        size = tensor * context * pipeline
+        if min(tensor, context, pipeline) < 1 or self.size % size:
+            raise ConfigError(
+                f"{self.size} ranks are no whole number of replicas of {tensor} x {context} x {pipeline} (tensor, "
+                "context, pipeline): choose degrees of at least 1 whose product divides the ranks"
+            )
+        if size == 1:
+            return
+        # The loss is known on the last stage, so its first rank counts.
+        self._leaders = tuple(range(size - tensor * context, self.size, size))
+        first = self.rank - self.rank % size
+        # All ranks form two groups of each kind in this order.
+        self._data_parallel = self._form_part("dp", range(self.rank % size, self.size, size))  # collective
+        self._replica = self._form_part("replica", range(first, first + size))  # collective
+
+    def _form_part(self, purpose: str, ranks: range) -> "World":
+        """Form the world of some of the ranks. Collective over them."""
+        part = World(ranks.index(self.rank), self.local_rank, len(ranks), self.device, self.timeout)
+        part.group = self.new_group([*ranks], backend=None)  # collective
+        part.control = self.new_group([*ranks])  # collective
+        part._scope = f"{self._scope}/{purpose}-{ranks.start}"
+        part._global_ranks = tuple(ranks)
+        return part
+
+    @property
+    def data_parallel(self) -> "World":
+        """The data-parallel group: the ranks that compute different samples; this world without replicas."""
+        return self._data_parallel or self
+
+    @property
+    def replica(self) -> "World":
+        """The ranks that hold one model between them, this one included."""
+        if self._replica is not None:
+            return self._replica
+        alone = World(0, self.local_rank, 1, self.device, self.timeout)
+        alone._global_ranks = (self.global_rank,)
+        return alone
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the run."""
+        return self._global_ranks[self.rank] if self._global_ranks else self.rank
+
+    @property
+    def label(self) -> str:
+        """The name of this rank in messages."""
+        return rank_label(self.global_rank)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts for its replica, whose other ranks have the same samples, items and losses."""
+        return not self._leaders or self.rank in self._leaders
+
+    def gather_counted(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank that counts, one a replica, in order. Collective, as `gather`."""
+        values = self.gather(value if self.counts else None)
+        return [values[rank] for rank in self._leaders] if self._leaders else values
+
+    def _release_groups(self) -> "list[dist.ProcessGroup | None]":
+        """Give up the groups of this world and its parts, except the default one."""
+        groups = [self.control]
+        for part in (self._data_parallel, self._replica):
+            if part is not None:
+                groups += [part.control, part.group]
+        self.control = self._data_parallel = self._replica = None
+        self._leaders = ()
+        return groups
+
+    def new_group(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> dist.ProcessGroup:
+        """Create another group. Collective over its ranks; None: all.
+
+        Args:
+            ranks: of this world.
+            backend: None: that of the training.
 
         Raises:
             PeerError: one of them is lost, or did not come in time.
         """
         wait = timedelta(seconds=self._patience or self.timeout)
+        if self._global_ranks:
+            ranks = [self._global_ranks[rank] for rank in ranks or range(self.size)]
         # Collective over `ranks`: lockstep forms gloo groups for agreements, the step exchange and the saver.
         try:
             group: dist.ProcessGroup = dist.new_group(  # collective
-                ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
+                ranks, backend=backend, timeout=wait, use_local_synchronization=ranks is not None
             )
-            _connect(group)
+            # NCCL connects by itself with the first collective.
+            if backend or self.device.type == "cpu":
+                _connect(group)
         except RuntimeError as error:
             # gloo reports a rank that did not come as a plain RuntimeError.
-            raise lost_peers(self.rank) from error
-        if self._patience:
+            raise lost_peers(self.global_rank) from error
+        if self._patience or backend is None:
             _let_wait(group, self.timeout)
         return group
 
@@ -509,11 +514,11 @@ class World:
         size = torch.tensor([len(payload)])
         # Both broadcasts reach all ranks: first the length in bytes, then the bytes. The control group is on the CPU.
         try:
-            dist.broadcast(size, src=0, group=self.control)  # collective
+            dist.broadcast(size, group_src=0, group=self.control)  # collective
             data = torch.frombuffer(bytearray(payload or int(size)), dtype=torch.uint8)
-            dist.broadcast(data, src=0, group=self.control)  # collective
+            dist.broadcast(data, group_src=0, group=self.control)  # collective
         except RuntimeError as error:
-            raise lost_peers(self.rank) from error
+            raise lost_peers(self.global_rank) from error
         return json.loads(data.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
@@ -606,7 +611,7 @@ class World:
             # A rank with an error deferred fewer checks: run those that all ranks deferred.
             for position in range(min(len(values) for values, _, _ in ranks)):
                 _check_alike(pending[position][1], [values[position] for values, _, _ in ranks])
-            return results([entry[1:] for entry in ranks], error)
+            return results([entry[1:] for entry in ranks], error, self._global_ranks)
         except Exception as caught:
             phase.error = caught
             raise
@@ -632,7 +637,7 @@ class World:
                     for text, row, length in zip(texts, long_rows, lengths, strict=True)
                 ]
         except RuntimeError as error:
-            raise lost_peers(self.rank) from error
+            raise lost_peers(self.global_rank) from error
         values: list[Any] = json.loads(b"[" + b",".join(texts) + b"]")
         return values
 
@@ -652,7 +657,7 @@ class World:
                 # All ranks, on the CPU group: no device waits for it.
                 dist.barrier(group=self.control)  # collective
             except RuntimeError as error:
-                raise lost_peers(self.rank) from error
+                raise lost_peers(self.global_rank) from error
 
     def check(self, error: Exception | None) -> None:
         """Raise on every rank if any rank passes an error. Collective.
@@ -669,7 +674,7 @@ class World:
             if error is not None:
                 raise error
             return self.gather(value)  # collective
-        return results(self.gather(outcome(value, error)), error)  # collective
+        return results(self.gather(outcome(value, error)), error, self._global_ranks)  # collective
 
     def check_same(self, subject: str, values: dict[str, Any]) -> None:
         """Raise LockstepError unless all ranks hold equal values. Collective.
@@ -683,7 +688,7 @@ class World:
         def check(digests: list[str]) -> None:
             if len(set(digests)) > 1:
                 # All ranks compare the same digests, so all join this gather. Its result names the differing keys.
-                compare(subject, self.gather(values))  # collective
+                compare(subject, self.gather(values), self._global_ranks)  # collective
 
         self.defer(digest, check)  # collective
 
@@ -711,12 +716,10 @@ class World:
                     # A peer may be gone, so do not wait for it longer than `patience`.
                     dist.barrier(group=self.control, async_op=True).wait(timedelta(seconds=patience))  # collective
         finally:
-            control = self.control
-            self.control = None
-            if self._is_guest:
-                dist.destroy_process_group(control)
-            else:
-                dist.destroy_process_group()
+            groups = self._release_groups()
+            # The default group belongs to other code.
+            for group in groups if self._is_guest else [None]:
+                dist.destroy_process_group(group)
 
     def abandon(self) -> None:
         """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""

@@ -88,7 +88,7 @@ class Replay:
         if self._world.size > 1 and not self._is_shared:
             rows_by_rank = [torch.empty_like(rows) for _ in range(self._world.size)]
             # All ranks, once a step: the statistics of every micro-batch, in their order.
-            collectives.all_gather(rows_by_rank, rows)  # collective
+            collectives.all_gather(rows_by_rank, rows, group=self._world.group)  # collective
             rows = torch.cat(rows_by_rank)
         self._fold_in(rows)
         # A loop that does not call `accumulate` never calls `begin` either.

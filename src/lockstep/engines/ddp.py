@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
-from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
@@ -45,16 +44,21 @@ COMPRESSION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # torch exports GradBucket at run time only, so mypy does not find the name.
-def average(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Average the bucket over the ranks in `dtype`.
+def average(
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Average the bucket over the group's ranks in `dtype`.
 
     Divides before the sum, so that the sum has the magnitude of one gradient.
     """
     buffer: Tensor = bucket.buffer()
     # A cast of a complex tensor would drop its imaginary parts.
     view = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    # All ranks, once per bucket. DDP calls this during the backward, whose errors are translated where it is called.
-    work: Any = dist.all_reduce((view / dist.get_world_size()).to(dtype), async_op=True)  # collective
+    # The group's ranks, once per bucket, during the backward: errors are translated where that is called.
+    sent = (view / dist.get_world_size(group)).to(dtype)
+    work: Any = dist.all_reduce(sent, group=group, async_op=True)  # collective
 
     def copy_back(future: "torch.futures.Future[Any]") -> Tensor:
         view.copy_(future.value()[0])
@@ -263,7 +267,7 @@ class ReplicatedEngine:
             self._build_tree()
         else:
             # All ranks start with rank 0's buffers. DDP's constructor broadcasts the parameters.
-            send_from_rank_0(module.buffers())
+            send_from_rank_0(module.buffers(), world)
             self._wrap(request.options.find_unused_parameters == "true")
             if not request.options.static_graph:
                 self._usage = GradientUsage(self._trained_parameters(), world)
@@ -353,7 +357,7 @@ class ReplicatedEngine:
             raise ConfigError(
                 "--exact does not work with --engine.compression, whose rounding depends on the world size; drop one"
             )
-        same_start(self._module)
+        same_start(self._module, self._world)
         self._tree = Tree(self._parameters, self._request.exact, self._world, self._request.sharing)
 
     def _wrap(self, find_unused: bool) -> None:
@@ -374,6 +378,7 @@ class ReplicatedEngine:
             DistributedDataParallel.__init__(
                 ddp,
                 self._module,
+                process_group=self._world.group,
                 device_ids=[device] if device.type == "cuda" else None,
                 find_unused_parameters=find_unused,
                 static_graph=options.static_graph,
@@ -382,7 +387,9 @@ class ReplicatedEngine:
                 **buffer_option,  # engines/buffers.py sends those that a forward writes, once a step
             )
         if options.compression in COMPRESSION_DTYPES:
-            ddp.register_comm_hook(COMPRESSION_DTYPES[options.compression], average)
+            # DDP's own state of a hook is one object, which this hook does not need.
+            dtype = COMPRESSION_DTYPES[options.compression]
+            ddp.register_comm_hook(None, lambda state, bucket: average(dtype, self._world.group, bucket))
         if find_unused:
             _silence_unused_warning(ddp)
         # A forward outside of steps, such as an evaluation's, is followed by no backward.
@@ -420,7 +427,7 @@ class ReplicatedEngine:
 
     def _missed_error(self, names: list[str]) -> LockstepError:
         return LockstepError(
-            f"{rank_label(self._world.rank)}, --engine {self._name}: not every micro-batch's loss uses "
+            f"{self._world.label}, --engine {self._name}: not every micro-batch's loss uses "
             f"{shorten(names)}, so gradients were not exchanged; drop --engine.find-unused-parameters false and "
             "--engine.static-graph"
         )
@@ -539,18 +546,18 @@ def _ignored_buffers(module: nn.Module) -> Iterator[None]:
             delattr(module, _IGNORED)
 
 
-def same_start(model: nn.Module) -> None:
+def same_start(model: nn.Module, world: World) -> None:
     """Broadcast rank 0's parameters and buffers, as DDP's constructor does. None may be expanded."""
-    send_from_rank_0(model.parameters())
-    send_from_rank_0(model.buffers())
+    send_from_rank_0(model.parameters(), world)
+    send_from_rank_0(model.buffers(), world)
 
 
-def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
+def send_from_rank_0(tensors: Iterable[Tensor], world: World) -> None:
     """Broadcast rank 0's values of `tensors`, in place, except sparse ones. None may be expanded."""
     with torch.no_grad():
         for tensor in (candidate for candidate in tensors if candidate.layout is torch.strided):
             # All ranks call this with the same tensors in the same order.
-            collectives.broadcast(tensor, src=0)  # collective
+            collectives.broadcast(tensor, group_src=0, group=world.group)  # collective
 
 
 # The size of DDP's own buckets: one exchange of 25 MiB costs little more than its bytes.
@@ -587,7 +594,7 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
         else:
             sent = numbers
         # All ranks, once per bucket; only in the first step, or with reentrant checkpoints.
-        collectives.all_reduce(sent)  # collective
+        collectives.all_reduce(sent, group=world.group)  # collective
         if sent is not numbers:
             numbers.copy_(sent).mul_(world.size)
         pieces = torch.split(flat, [gradient.numel() for gradient in bucket])

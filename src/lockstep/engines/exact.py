@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lockstep.distributed import collectives
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
-from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import copy_to_device
@@ -60,7 +59,7 @@ def check_slots(count: int, slots: int, world: World) -> None:
     """Raise LockstepError if the number of backwards in a step differs from this rank's slots."""
     if slots and count != slots:
         raise LockstepError(
-            f"{rank_label(world.rank)}: exact_micro_batches gives this rank {slots} micro-batches a step, and this "
+            f"{world.label}: exact_micro_batches gives this rank {slots} micro-batches a step, and this "
             f"step had {count}; for a shorter step call backward(loss, weight=0) for the missing ones"
         )
 
@@ -280,6 +279,7 @@ class Exchange:
     def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
         self._ranks = world.size
         self._control = world.control
+        self._group = world.group
         if self.late is None:
             self._late = parameters[0].device.type == "cuda"
         else:
@@ -311,9 +311,11 @@ class Exchange:
         """
         one_round = len(parts.rounds) == 1
         self._local_flags = [False] * len(self._parts)
-        total = piece_of_sum(map(self._flatten, local_sums), lambda pieces: self._allocate(pieces, one_round), parts)
+        allocate = functools.partial(self._allocate, one_round=one_round)
+        total = piece_of_sum(map(self._flatten, local_sums), allocate, parts, self._group)
         # All ranks: each has summed one piece, and needs all of them.
-        collectives.all_gather(list(self._vector.view(self._ranks, -1).unbind()), total)  # collective
+        pieces = list(self._vector.view(self._ranks, -1).unbind())
+        collectives.all_gather(pieces, total, group=self._group)  # collective
         return [view if flag else None for view, flag in zip(self._parts, self._global_flags(), strict=True)]
 
     def _global_flags(self) -> Sequence[float | bool]:
@@ -360,7 +362,7 @@ class Exchange:
 
 
 def piece_of_sum(
-    local_sums: Iterable[Tensor], room: Callable[[int], Tensor], parts: Subtrees, group: dist.ProcessGroup | None = None
+    local_sums: Iterable[Tensor], room: Callable[[int], Tensor], parts: Subtrees, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return this rank's piece of the sum over all ranks, added in the tree's order.
 

@@ -202,7 +202,7 @@ class Manual(BareEngine):
         if self._world.size > 1:
             flags = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
             # All ranks: a parameter that some micro-batch used is stepped on every rank.
-            collectives.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
+            collectives.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world.group)  # collective
             # Waits for the device, at each optimizer's step.
             present = [bool(flag) for flag in flags.tolist()]
         parameters = [parameter for parameter, in_use in zip(parameters, present, strict=True) if in_use]
@@ -282,7 +282,7 @@ class Manual(BareEngine):
         if self._world.size > 1:
             for buffer, _ in self._plain_buffers():
                 # All ranks get rank 0's values: the forwards wrote other ones on each rank.
-                collectives.broadcast(buffer, src=0)  # collective
+                collectives.broadcast(buffer, group_src=0, group=self._world.group)  # collective
 
     def _fold_statistics(self, writes: list[_BufferWrites], weights: list[float]) -> None:
         """Fold in the statistics of the micro-batches since the last call. Collective."""
@@ -318,7 +318,7 @@ class Manual(BareEngine):
             total = total + row
         if self._world.size > 1 and not self._exact:
             # All ranks, once per optimizer's step and dtype.
-            collectives.all_reduce(total)  # collective
+            collectives.all_reduce(total, group=self._world.group)  # collective
         totals = total.split_with_sizes([p.numel() for p in parameters])
         for parameter, gradient in zip(parameters, totals, strict=True):
             parameter.grad = gradient.view_as(parameter).clone()
@@ -334,7 +334,7 @@ class Manual(BareEngine):
             padded[index] = row
         rows_by_rank = [torch.empty_like(padded) for _ in counts]
         # All ranks need every micro-batch's gradients, to add them in the same order.
-        collectives.all_gather(rows_by_rank, padded)  # collective
+        collectives.all_gather(rows_by_rank, padded, group=self._world.group)  # collective
         return [row for rows_of_rank, count in zip(rows_by_rank, counts, strict=True) for row in rows_of_rank[:count]]
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.ddp import shorten
@@ -176,9 +175,7 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
     amount = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
     if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
         amount = bytes_text(int(by_host[1]))
-    begin = f"{rank_label(world.rank)} ran out of memory on {world.device}" + (
-        f", asking for {amount}" if amount else ""
-    )
+    begin = f"{world.label} ran out of memory on {world.device}" + (f", asking for {amount}" if amount else "")
     return LockstepError(f"{begin}: {_describe_misplaced(engine, world, device) or _advice(engine, device)}")
 
 

@@ -94,7 +94,7 @@ def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = F
                     tensor = tensor.resolve_conj().resolve_neg().contiguous()
                     if not alone:
                         # All ranks: every rank keeps the whole buffer, as under ddp.
-                        collectives.broadcast(tensor, src=0)  # collective
+                        collectives.broadcast(tensor, group_src=0, group=world.group)  # collective
                 module._buffers[name] = tensor
 
 
@@ -111,5 +111,5 @@ def _place_parameter(
     memo[parameter] = memo[target] = target
     if send:
         # All ranks get rank 0's values, one tensor at a time, so that a rank has at most one whole unit.
-        collectives.broadcast(target.data, src=0)  # collective
+        collectives.broadcast(target.data, group_src=0, group=world.group)  # collective
     return target

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed import collectives
-from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.engines.request import Own, OwnState
@@ -355,7 +354,7 @@ class Moving:
                 continue
             writers = changed_elements(tensor.now, tensor.step_value).to(torch.int32)
             # All ranks, in the checked steps: how many ranks wrote each element?
-            collectives.all_reduce(writers)  # collective, in the checked steps
+            collectives.all_reduce(writers, group=self._world.group)  # collective, in the checked steps
             # Waits for the device, in the checked steps. A buffer that was written with the same values has no writer
             # at all.
             if writers.any() and is_by_rows(writers):
@@ -476,11 +475,11 @@ class Moving:
             present = tensor.now
             if not tensor.fits:
                 raise LockstepError(
-                    f"{rank_label(self._world.rank)}: {tensor.description}, changed its shape or dtype, so it cannot "
+                    f"{self._world.label}: {tensor.description}, changed its shape or dtype, so it cannot "
                     "be the same on all ranks; keep both"
                 )
             # All ranks, once a step for each of these tensors.
-            collectives.broadcast(present, src=0)  # collective
+            collectives.broadcast(present, group_src=0, group=self._world.group)  # collective
 
 
 def _find_declared(places: list[_MovingTensor], names: Collection[str]) -> set[str]:

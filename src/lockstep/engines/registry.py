@@ -166,12 +166,19 @@ def make_engine(
     name = name_of(name, world)
     if copies_of(model):
         request = dataclasses.replace(request, single_pass_flag="--weight-copies step")
+    if world.replica.size > 1 and not ENGINES[name].replicas:
+        raise ConfigError(
+            f"--engine {name} does not work with replicas of {world.replica.size} ranks (World.form_replicas): use "
+            "--engine ddp"
+        )
+    # Gradients and what forwards write are exchanged among the ranks that compute different samples.
+    peers = world.data_parallel
     # Checks before anything is changed in the model.
-    _check_request(name, model, world, request)
+    _check_request(name, model, peers, request)
     if request.batchnorm == "replay":
         recording(model, request.say)
     copy_expanded(model)
-    builder = _Builder(name, model, optimizer, world, request)
+    builder = _Builder(name, model, optimizer, peers, request)
     return Remade(
         model,
         world,
@@ -349,7 +356,7 @@ def _share_schedule(
         return None
     if isinstance(shares, ShareSchedule):
         return shares
-    check_shares(name, shares, micro_batches or sum(shares), world.size, options)
+    check_shares(name, shares, micro_batches or sum(shares), world.data_parallel.size, options)
     counts = shares_of_counts(shares)
     return ShareSchedule(lambda step: counts)
 

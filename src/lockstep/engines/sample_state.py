@@ -134,7 +134,7 @@ class SampleState:
     def _check(self, place: Place, merged: _Merged) -> None:
         if self._world.size > 1:
             # All ranks, in the first step only: are the rows of the ranks disjoint?
-            collectives.all_reduce(merged.writers)  # collective
+            collectives.all_reduce(merged.writers, group=self._world.group)  # collective
         # Waits for the device, in the first step only.
         if not is_by_rows(merged.writers):
             raise ConfigError(
@@ -149,11 +149,11 @@ class SampleState:
             return merged.values
         last_writer = merged.writer.clone()
         # All ranks: the last writer of each element wins.
-        collectives.all_reduce(last_writer, op=dist.ReduceOp.MAX)  # collective
+        collectives.all_reduce(last_writer, op=dist.ReduceOp.MAX, group=self._world.group)  # collective
         mine = (merged.writer == last_writer) & (last_writer > 0)
         values = _bytes(torch.where(mine, merged.values, torch.zeros_like(before)))
         # All ranks. For each byte only the winner's is not 0, so the sum is that byte.
-        collectives.all_reduce(values)  # collective
+        collectives.all_reduce(values, group=self._world.group)  # collective
         return torch.where(last_writer > 0, values.view(before.dtype).view(before.shape), before)
 
 

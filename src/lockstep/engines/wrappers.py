@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.distributed import collectives
-from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.engines.ddp import shorten
@@ -304,7 +303,7 @@ class Remade(ForwardingEngine):
             reports = self._world.gather(report)  # collective
         except PeerError as error:
             raise LockstepError(
-                f"{rank_label(self._world.rank)}: after step {self._steps} this rank {change}, but not every rank did: "
+                f"{self._world.label}: after step {self._steps} this rank {change}, but not every rank did: "
                 "make the same change on every rank, after the same step"
             ) from error
         odd = None

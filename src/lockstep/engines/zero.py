@@ -279,7 +279,7 @@ class Zero(BareEngine):
                 if source == self._world.rank:
                     values.copy_(local_of(tensor))
                 # All ranks take part, in the same order of names; the new owner keeps the values.
-                collectives.broadcast(values, src=source)  # collective
+                collectives.broadcast(values, group_src=source, group=self._world.group)  # collective
                 received[name] = values
         return received
 

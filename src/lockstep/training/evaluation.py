@@ -301,7 +301,7 @@ def evaluate(
             module.training = mode
         at_rest(engine.model)
     # The ranks evaluate different micro-batches; all of them compute the record from all rows.
-    parts = world.gather([results.rows, results.states, whole_step.numbers() if whole_step else {}])
+    parts = world.gather_counted([results.rows, results.states, whole_step.numbers() if whole_step else {}])
     gathered = []
     for rows, _, _ in parts:
         gathered.extend(rows)
@@ -377,7 +377,7 @@ class WholeStepLosses:
         self._task = task
         self._batches = batches
         self._reseed = reseed
-        self._whole = make_whole_step(task, world, batches.step_plan.micro_batches, batches.sharing)
+        self._whole = make_whole_step(task, world.data_parallel, batches.step_plan.micro_batches, batches.sharing)
         self._outputs: list[tuple[int, float, Any]] = []
         self._numbers: dict[str, list[list[Any]]] = {}
         self.samples = 0

@@ -259,8 +259,8 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
     if _FORWARD.alone or _count_ranks() == 1:
         return values
     values = values.clone()
-    # All ranks, once per layer and direction.
-    collectives.all_reduce(values)  # collective
+    # All ranks, once per layer and direction. Replicas of several ranks are refused.
+    collectives.all_reduce(values, group=None)  # collective
     return values
 
 
@@ -352,7 +352,7 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not _FORWARD.alone and _count_ranks() > 1:
         rows = [torch.empty_like(local_row) for _ in range(_count_ranks())]
         # All ranks, once per layer.
-        collectives.all_gather(rows, local_row)  # collective
+        collectives.all_gather(rows, local_row, group=None)  # collective
     means, variances, counts = torch.stack(rows).split_with_sizes([len(mean), len(mean), 1], dim=1)
     total = counts.sum(0)
     # A slot that is empty on every rank needs finite numbers, but no meaning.

@@ -245,7 +245,7 @@ def _build(spec: TrainingSpec, world: World, context: FaultContext, name: str) -
         compile=spec.combination.compiled,
         # Options of other engines would be refused.
         engine_options=options_for(engine, base.engine_options),
-        shares=shares_for(engine, world.size, base.shares),
+        shares=shares_for(engine, world.data_parallel.size, base.shares),
         # This run is compared in full anyway.
         guards=dataclasses.replace(base.guards, audit=0.0),
         experiment_name=name,

@@ -109,7 +109,7 @@ def _train_steps(built: RunParts) -> CheckResult:
             loaded = time.perf_counter()
             # All ranks, once a step: the loss is divided by the items of all.
             items = math.fsum(
-                count for counts in world.gather([batch.items for batch in micro]) for count in counts
+                count for counts in world.gather_counted([batch.items for batch in micro]) for count in counts
             )  # collective
             if not number:
                 misplaced = find_misplaced(built.model, built.task, micro[0].data, device)

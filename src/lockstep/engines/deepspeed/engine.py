@@ -295,7 +295,7 @@ class SplitState:
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
         # All ranks: the owner alone has the values.
-        collectives.broadcast(value, src=owner)  # collective
+        collectives.broadcast(value, group_src=owner, group=self._world.group)  # collective
         return value
 
 

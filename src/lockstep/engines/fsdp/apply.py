@@ -219,7 +219,7 @@ def shard(model: nn.Module, world: World, request: EngineRequest) -> DeviceMesh:
     whole = set(find_whole(model))
     fully_shard(model, mp_policy=_precision(options, is_root=True), ignored_params=whole, **policies)
     if not joins:
-        send_from_rank_0(parameter.data for parameter in find_whole(model))  # collective
+        send_from_rank_0((parameter.data for parameter in find_whole(model)), world)  # collective
     _prefetch(blocks.modules, options.prefetch)
     _report(blocks, mesh, request)
     return mesh

@@ -125,7 +125,7 @@ class ExactNorm:
             if norm is not None:
                 table[index] = norm
         # All ranks. Each norm is added to zeros, so it is not rounded.
-        collectives.all_reduce(table)  # collective
+        collectives.all_reduce(table, group=self._world.group)  # collective
         return list(table.unbind())
 
     def _gather_owned(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
@@ -133,7 +133,8 @@ class ExactNorm:
         wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
         local_shards = [local_of(gradient).to(wide) for gradient in gradients]
         # All ranks: an all-to-all gathers each gradient on its owner.
-        wholes = gather_rows(local_shards, [gradient.shape for gradient in gradients], owners)  # collective
+        shapes = [gradient.shape for gradient in gradients]
+        wholes = gather_rows(local_shards, shapes, owners, self._world.group)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
         gradients = []
         for tensor, gradient in zip(wholes, sources, strict=True):
@@ -429,7 +430,7 @@ class FSDP(BareEngine):
 
     def _build_unsharded(self, optimizer: MakeOptimizer) -> None:
         self.model.to(self._world.device)
-        same_start(self.model)
+        same_start(self.model, self._world)
         instance = optimizer(self.model)
         parameters = list_trained(self.model, instance)
         spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=_NAME, dense_flag=_NAME)

@@ -95,7 +95,7 @@ class WholeParameters:
         flags = torch.tensor(used, dtype=dtype).to(self._world.device)
         vector = torch.cat([*(gradient.to(dtype).view(-1) for gradient in gradients), flags])
         # All ranks. One exchange for all parameters, since each has one number or none.
-        collectives.all_reduce(vector)  # collective
+        collectives.all_reduce(vector, group=self._world.group)  # collective
         *sums, counts = torch.split(vector, [*(p.numel() for p in self._parameters), len(used)])
         # Waits for the device, only if this rank did not use some parameter.
         users = used if all(used) else counts.tolist()

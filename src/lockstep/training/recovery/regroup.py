@@ -335,7 +335,7 @@ def _restore(
     # A new process has not tried the task.
     restore_findings(task, built.state)
     _set_position(status, built, newest)
-    shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
+    shares = shares_for(name_of(built.config.engine, world), world.data_parallel.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
     built.batches, built.balancer = build_batches(
         config, task, built.setup.training, built.run_plan, world, built.state

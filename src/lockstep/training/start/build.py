@@ -251,7 +251,7 @@ def _collect_start_facts(opening: _Opening, user_task: Any, world: World, reques
         checkpoint=checkpoint_facts(opening.state),
         min_steps=request.min_steps,
         micro_batch=opening.facts.micro_batch if request.resume else 0,
-        ranks=world.size,
+        ranks=world.data_parallel.size,
         cut=request.cut,
     )
     return _add_device_memory(opening.requested, start, world, user_task)  # collective if left open

@@ -38,7 +38,7 @@ from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.task import Task, current_step, has_own, has_step_loss
-from lockstep.tensors import is_expanded
+from lockstep.tensors import is_dtensor, is_expanded
 from lockstep.training.start.consistency import collect_new_modules, copy_from_rank0
 from lockstep.training.start.defaults import batchnorm_names
 from lockstep.training.start.lora_base import add_adapters, add_empty_adapters, base_tensor_names
@@ -85,7 +85,7 @@ def build_model(  # noqa: PLR0913
         keeps_double: a model that is in double precision stays so, whatever the configuration's precision is.
 
     Raises:
-        ConfigError: the model does not fit the configuration, or has lazy or meta tensors.
+        ConfigError: the model does not fit the configuration, or has lazy, meta or distributed tensors.
     """
     if config.weight_copies == "step":
         _check_weight_copies(config, task, world)
@@ -95,6 +95,7 @@ def build_model(  # noqa: PLR0913
     with collect_new_modules() as new:
         model = on_all_ranks(world, lambda: _make_module(task, init_context, sizes_only=sizes_only))
     check_not_lazy(model)
+    check_not_parallel(model)
     check_writable(model)
     if keeps_double and is_double(model):
         config = dataclasses.replace(config, precision="float64")
@@ -108,7 +109,9 @@ def build_model(  # noqa: PLR0913
     base = _add_adapters(config, task, model, world, state, say, sizes_only=sizes_only)
     _freeze_by_rules(config, model, world, say)
     task_blocks = task.blocks(model)
-    batchnorm = resolve_batchnorm(config, world.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
+    batchnorm = resolve_batchnorm(config, world.data_parallel.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
+    if batchnorm.kind == "sync" and world.replica.size > 1:
+        raise ConfigError("--batchnorm sync does not work with replicas of several ranks: use --batchnorm replay")
     if batchnorm.reason:
         say(batchnorm.reason)
     return prepare(
@@ -191,6 +194,20 @@ def check_not_lazy(model: nn.Module) -> None:
             f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: run one forward in `model()` "
             "before returning it, such as module(torch.zeros(1, 8))"
         )
+
+
+def check_not_parallel(model: nn.Module) -> None:
+    """Refuse a model that is already sharded or parallel, whose tensors are DTensors.
+
+    Raises:
+        ConfigError: names the first such parameter or buffer.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_dtensor(tensor):
+            raise ConfigError(
+                f"the task's `model` returned '{name}' as a DTensor: make a new, plain model there, without "
+                "fully_shard or parallelize_module; --engine fsdp shards it"
+            )
 
 
 def check_writable(model: nn.Module) -> None:
@@ -415,7 +432,7 @@ def build_engine(
     request = EngineRequest(
         clip=config.optim.clip,
         exact=config.micro_batches if config.exact else 0,
-        sharing=batches.sharing if config.shares != "equal" and world.size > 1 else None,
+        sharing=batches.sharing if config.shares != "equal" and world.data_parallel.size > 1 else None,
         loss_scaling=config.fp16 if config.precision == "fp16" else None,
         blocks=tuple(task.blocks(model) or ()),
         options=config.engine_options,

@@ -422,7 +422,8 @@ def find_largest_micro_batch(
         return 0
     # The device with the least memory decides for all ranks.
     memory = min(world.gather(_device_memory(world.device) if plan is None else 0.0))
-    bound = memory_bound(config, choose_micro_batch_size(config, world.size))
+    ranks = world.data_parallel.size
+    bound = memory_bound(config, choose_micro_batch_size(config, ranks))
     if bound is not None and bound < _SAFE_SHARE * memory:
         return 0
     say(
@@ -430,7 +431,7 @@ def find_largest_micro_batch(
         "device; --micro-batch-size N skips this"
     )
     if world.is_main:
-        planned = (plan or plan_micro_batch)(config, world.size, memory)
+        planned = (plan or plan_micro_batch)(config, ranks, memory)
     else:
         planned = 0
     # Rank 0 plans for all ranks.

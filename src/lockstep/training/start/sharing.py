@@ -15,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.exact import check_servable
 from lockstep.engines.registry import check_shares, check_sharing, name_of
+from lockstep.errors import ConfigError
 from lockstep.run_state import RunState
 from lockstep.training.start.defaults import describe_idle_ranks
 
@@ -36,7 +37,7 @@ def balancer_of(
         state: of the run; a resume starts with the speeds in it.
     """
     count = config.micro_batches
-    ranks = world.size
+    ranks = world.data_parallel.size
     if config.shares != AUTO or not 1 < ranks < count:
         return None
     # The memory of exact sums grows with a rank's share: until the free memory is known, a share is limited to about
@@ -78,17 +79,35 @@ def check_division(config: Config, world: World, say: Callable[[str], None]) -> 
     """
     counts = parse_shares(config.shares)
     name = name_of(config.engine, world)
+    # All ranks of a replica compute the same micro-batches.
+    ranks = world.data_parallel.size
+    if world.replica.size > 1:
+        _check_replicas(config, world.replica.size)
     if counts:
-        check_shares(name, counts, config.micro_batches, world.size, config.engine_options)
+        check_shares(name, counts, config.micro_batches, ranks, config.engine_options)
     if config.shares == AUTO:
         check_sharing(name, AUTO, config.engine_options)
-    if config.micro_batches < world.size:
-        say(describe_idle_ranks(config, world.size))
+    if config.micro_batches < ranks:
+        say(describe_idle_ranks(config, ranks))
     if config.exact:
-        check_servable(config.micro_batches, world.size)
+        check_servable(config.micro_batches, ranks)
     check_batches(
         config.engine_options.config,
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
-        ranks=world.size,
+        ranks=ranks,
     )
+
+
+def _check_replicas(config: Config, size: int) -> None:
+    """Refuse settings that do not know replicas of several ranks.
+
+    Raises:
+        ConfigError: names the flag and the way out.
+    """
+    for is_set, flag, advice in (
+        (config.shares == AUTO, "--shares auto", "leave it out"),
+        (config.guards.audit, "--guards.audit", "set it to 0"),
+    ):
+        if is_set:
+            raise ConfigError(f"{flag} does not work with replicas of {size} ranks (World.form_replicas): {advice}")
