@@ -216,6 +216,11 @@ def test_parts_of_a_packed_tensor_are_pieces_of_their_own():
         ("model/a", (0,), [0.0, 1.0]),
         ("model/a[1]", (4,), [4.0, 5.0]),
     ]
+    copies, _ = checkpoint.Saver(World())._copy(share_out({"model/a": packed(8, 2)}, World()))
+    assert [(piece.key, piece.local.tolist()) for piece in copies.pieces] == [
+        ("model/a", [0.0, 1.0]),
+        ("model/a[1]", [4.0, 5.0]),
+    ]
     assert len(boxes_of(packed(8, 2))) == 2
     assert block_of(packed(6, 1)).shape == (3,)
 

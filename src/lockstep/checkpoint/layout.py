@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -144,11 +144,11 @@ def boxes_of(tensor: torch.Tensor) -> list[TensorBox]:
     if at is None:
         return []
     shards, packed = _cuts_of(tensor.placements, tensor.device_mesh.shape)
-    runs = []
-    for dim, size in enumerate(tensor.shape):
+    runs = [[(0, size)] for size in tensor.shape]
+    for dim in set(shards.values()):
         axes = [axis for axis, cut in shards.items() if cut == dim]
         cuts = [(tensor.device_mesh.shape[axis], packed.get(axis, 1)) for axis in axes]
-        runs.append(runs_of(size, cuts, [at[axis] for axis in axes]))
+        runs[dim] = runs_of(tensor.shape[dim], cuts, [at[axis] for axis in axes])
     boxes = []
     for box in product(*runs):
         boxes.append(TensorBox(tuple(start for start, _ in box), tuple(count for _, count in box)))
@@ -251,6 +251,13 @@ def replicas_of(mesh: Any) -> torch.Tensor:
     return whole[tuple(index)].reshape(-1, *own.shape)
 
 
+class _Replicas(NamedTuple):
+    """The ranks of a mesh's replicas, and whether this rank's mesh is the first one."""
+
+    ranks: torch.Tensor
+    is_first: bool
+
+
 def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     """Divide `tensors` among the ranks, and return this rank's share. Not collective.
 
@@ -294,11 +301,12 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     return Share(pieces, own_aliases, _summary(tensors, names, replicated, replicas), index)
 
 
-def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    replicas: dict[Any, torch.Tensor] = {}
+def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, _Replicas]:
+    replicas: dict[Any, _Replicas] = {}
     for tensor in tensors.values():
         if is_dtensor(tensor) and tensor.device_mesh not in replicas:
-            replicas[tensor.device_mesh] = replicas_of(tensor.device_mesh)
+            ranks = replicas_of(tensor.device_mesh)
+            replicas[tensor.device_mesh] = _Replicas(ranks, torch.equal(ranks[0], tensor.device_mesh.mesh))
     return replicas
 
 
@@ -309,7 +317,7 @@ class _Grids:
         replicas: of the meshes; the first one writes.
     """
 
-    def __init__(self, replicas: Mapping[Any, torch.Tensor]) -> None:
+    def __init__(self, replicas: Mapping[Any, _Replicas]) -> None:
         self._replicas = replicas
         self._grids: dict[Any, Grid] = {}
 
@@ -328,7 +336,7 @@ class _Grids:
         # Most tensors share mesh, placements and shape, so few grids are computed.
         key = (mesh, placements, shape)
         if key not in self._grids:
-            ranks = self._replicas[mesh][0]
+            ranks = self._replicas[mesh].ranks[0]
             if tensor.numel():
                 self._grids[key] = grid_of(shape, ranks, *_cuts_of(placements, mesh.shape))
             else:
@@ -435,20 +443,20 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     return aliases
 
 
-def _is_replicated(tensor: torch.Tensor, world: World, replicas: Mapping[Any, torch.Tensor]) -> bool:
+def _is_replicated(tensor: torch.Tensor, world: World, replicas: Mapping[Any, _Replicas]) -> bool:
     """Whether every rank of the world has the full tensor: any may write it."""
     if not is_dtensor(tensor):
         return True
-    return replicas[tensor.device_mesh].numel() == world.size and all(
+    return replicas[tensor.device_mesh].ranks.numel() == world.size and all(
         _kind(placement) == "Replicate" for placement in tensor.placements
     )
 
 
-def _is_writer(tensor: torch.Tensor, replicas: Mapping[Any, torch.Tensor]) -> bool:
+def _is_writer(tensor: torch.Tensor, replicas: Mapping[Any, _Replicas]) -> bool:
     """Whether this rank holds the first copy, in the world, of a non-empty part of the DTensor."""
     assert is_dtensor(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or not torch.equal(replicas[tensor.device_mesh][0], tensor.device_mesh.mesh):
+    if coordinate is None or not replicas[tensor.device_mesh].is_first:
         return False
     # No rank has a part, but one must write the name.
     if tensor.numel() == 0:
@@ -479,7 +487,7 @@ def _summary(
     tensors: dict[str, torch.Tensor],
     names: list[str],
     replicated: list[str],
-    replicas: Mapping[Any, torch.Tensor],
+    replicas: Mapping[Any, _Replicas],
 ) -> dict[str, Any]:
     # Digests, because a large model has too many names and shapes to exchange.
     digest = xxhash.xxh3_64()
@@ -492,7 +500,7 @@ def _summary(
             key = (tensor.device_mesh, tuple(tensor.placements))
             if key not in places:
                 # A mesh is in host memory. All slices of one have the same replicas.
-                places[key] = repr((replicas[tensor.device_mesh].tolist(), tensor.placements)).encode()
+                places[key] = repr((replicas[tensor.device_mesh].ranks.tolist(), tensor.placements)).encode()
             placement.update(places[key])
     return {
         "tensors": len(names),
