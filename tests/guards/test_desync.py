@@ -3,6 +3,10 @@
 import pytest
 import torch
 import xxhash
+from ranks import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.distributed.world import World
@@ -139,3 +143,52 @@ def test_what_a_rank_sends_is_bounded_and_the_odd_one_is_found(monkeypatch, size
     assert desync._differing([sent[3]] * size) == set()
     assert desync._differing([sent[3]] * (size - 1) + [[]]) == {own[0]}  # one sent nothing
     assert desync._differing([sent[3]] * (size - 1) + [odd_value]) == {own[0]}
+
+
+def replicas(world):
+    """What the check says of two replicas of two ranks, whose tensors differ on one rank in one bit, one by one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    packed = _StridedShard(0, split_factor=3)
+    values = torch.arange(24.0).reshape(12, 2)
+    cuts = {
+        "slice": (mesh["tp"], [Shard(0)]),
+        "packed": (mesh["tp"], [packed]),
+        "copy": (mesh["tp"], [Replicate()]),
+        "mesh": (mesh, [Replicate(), Shard(1)]),
+        "sharded": (mesh["dp"], [Shard(0)]),
+        "alone": (mesh, [Shard(0), Shard(1)]),
+    }
+    state = {f"model/{name}": distribute_tensor(values, *cut, src_data_rank=None) for name, cut in cuts.items()}
+    state["model/plain"] = values.clone()
+    read, found = [], []
+    kept = desync.fingerprints
+    desync.fingerprints = lambda tensors: read.append(sorted(tensors)) or kept(tensors)
+    desync.check(state, world, 1)
+    for odd, name in enumerate(state):
+        tensor = state[name]
+        local = tensor if name.endswith("plain") else tensor.to_local()
+        if world.rank == odd % world.size:
+            local.view(torch.int32)[-1, -1] ^= 1
+        try:
+            desync.check(state, world, 2)
+            found.append("")
+        except DifferenceError as error:
+            found.append(str(error).partition(";")[0])
+        if world.rank == odd % world.size:
+            local.view(torch.int32)[-1, -1] ^= 1
+    return found, read[0]
+
+
+def test_a_bit_of_one_replica_is_found_wherever_its_copies_are():
+    for found, read in run(replicas, 4):
+        assert found == [
+            "after step 2 rank 0 and rank 2 differ (no majority) in model/slice",
+            "after step 2 rank 1 and rank 3 differ (no majority) in model/packed",
+            "after step 2 rank 2 differs from the other ranks in model/copy",
+            "after step 2 rank 1 and rank 3 differ (no majority) in model/mesh",
+            "after step 2 rank 0 and rank 1 differ (no majority) in model/sharded",
+            # No other rank has this part.
+            "",
+            "after step 2 rank 2 differs from the other ranks in model/plain",
+        ]
+        assert "model/alone" not in read

@@ -20,6 +20,7 @@ from lockstep.checkpoint.layout import (
     Header,
     SliceEntry,
     TensorBox,
+    key_of,
     rank_of,
     read_header,
     read_index,
@@ -258,13 +259,17 @@ def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
         by_grid.setdefault(id(slices.grid), (slices.grid, []))[1].append((name, slices.dtype))
     places = []
     for grid, named in by_grid.values():
-        places.append(({file: local for file, _, local in grid.slices()}, named))
+        parts: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        for number, offsets, local in grid.slices():
+            parts.setdefault(number, []).append((grid.part_of(offsets), local))
+        places.append((parts, named))
     for file in names:
         header = read_header(path / file)
-        number = rank_of(file)
-        expected = {
-            name: stored_as(dtype, local[number]) for local, named in places if number in local for name, dtype in named
-        }
+        expected = {}
+        for parts, named in places:
+            for part, local in parts.get(rank_of(file), ()):
+                for name, dtype in named:
+                    expected[key_of(name, part)] = stored_as(dtype, local)
         if header != expected:
             name = min(name for name in header.keys() | expected.keys() if header.get(name) != expected.get(name))
             raise CheckpointError(

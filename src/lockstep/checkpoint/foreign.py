@@ -31,11 +31,11 @@ from torch import Tensor
 
 from lockstep.checkpoint.files import parse_json, read_file
 from lockstep.checkpoint.format import CODES, JSON_LIMIT, MANIFEST, dtype_name
-from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.layout import parts_of
 from lockstep.checkpoint.read import Differences, advise_drop, list_names
 from lockstep.errors import CheckpointError
 from lockstep.files import printable, refusal_error
-from lockstep.tensors import as_bytes, local_of
+from lockstep.tensors import as_bytes
 
 __all__ = [
     "fill",
@@ -649,11 +649,9 @@ def fill(weights: ForeignWeights, match: NameMatch, tensors: Mapping[str, Tensor
     """
     with torch.no_grad():
         for name in match.source:
-            tensor = tensors[name]
-            block = block_of(tensor)
-            if block is not None:
+            for block, local in parts_of(tensors[name], name):
                 cut = tuple(slice(begin, begin + size) for begin, size in zip(block.offsets, block.shape, strict=True))
-                local_of(tensor).copy_(weights.read_part(match.source[name], cut))
+                local.copy_(weights.read_part(match.source[name], cut))
 
 
 def select_names(weights: ForeignWeights, prefix: str | None, drop: list[str]) -> NameMatch:

@@ -2,7 +2,8 @@
 
     checkpoints/step-00000500/
         rank-00000.safetensors   the tensors, or slices of them, that rank 0 wrote
-        index.json               how each tensor is cut, and which rank's file has each slice; the aliases
+        index.json               how each tensor is cut, and which rank's file has each slice; the aliases. A file has
+                                 a second slice of the tensor "a" under the key "a[1]"
         state.json               plain numbers and strings of the run
         manifest.json            format, step, world size, engine, size and xxh3_64 of every other file; written last.
                                  `not_finite`, only if there are any: the tensors that prevent a resume

@@ -6,24 +6,30 @@ The size of the description does not grow with the ranks.
     fields = grid.to_json()                         {"cuts": [[[250, 4]], [[8, 1]]], "files": [[0, 4, 1]]}
     for file, offsets, shape in grid.within((240, 0), (20, 8)): ...     the slices that overlap a box
 
-A grid cuts each dimension once, as sharding does, so its slices cover the tensor exactly once. Slices count in
-row-major order. Runs of equal sizes, and of files with a constant distance, are stored as one.
+A grid cuts each dimension from one side to the other, as sharding does, so its slices cover the tensor exactly once.
+Slices count in row-major order. Runs of equal sizes, and of files with a constant distance, are stored as one. A file
+has several slices of a packed tensor: those of a rank that holds its part of each of the joined weights.
 """
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Grid", "Slice", "grid_of"]
+__all__ = ["MOST_PARTS", "Grid", "Slice", "grid_of", "runs_of"]
 
 # Number of the file, offsets, shape.
 Slice = tuple[int, tuple[int, ...], tuple[int, ...]]
+# Start and number of rows that follow each other in a dimension of the full tensor.
+Run = tuple[int, int]
+# Slices of one tensor in one file: an index cannot make a reader reserve more.
+MOST_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +39,26 @@ class Grid:
     Attributes:
         edges: of each dimension, ascending, from 0 to its size; both, if that is 0.
         files: number of each slice's file, in row-major order.
+        parts: most slices of one file.
     """
 
     edges: tuple[tuple[int, ...], ...]
     files: tuple[int, ...]
+    parts: int = field(init=False, compare=False, default=1)
+    # Offsets of a slice -> how many of its file come before it, if there are any.
+    _earlier: dict[tuple[int, ...], int] = field(init=False, compare=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Number the slices of each file."""
+        # Nearly every tensor has one slice in a file, whose number is 0.
+        if len(set(self.files)) == len(self.files):
+            return
+        counts = Counter[int]()
+        for file, offsets, _ in self.slices():
+            if counts[file]:
+                self._earlier[offsets] = counts[file]
+            counts[file] += 1
+        object.__setattr__(self, "parts", max(counts.values()))
 
     @classmethod
     def whole(cls, shape: Sequence[int], file: int) -> "Grid":
@@ -47,6 +69,10 @@ class Grid:
     def shape(self) -> tuple[int, ...]:
         """Shape of the full tensor."""
         return tuple(edges[-1] for edges in self.edges)
+
+    def part_of(self, offsets: tuple[int, ...]) -> int:
+        """Return how many slices of its file come before the one at `offsets`."""
+        return self._earlier.get(offsets, 0)
 
     def slices(self) -> Iterator[Slice]:
         """Yield all slices."""
@@ -75,31 +101,41 @@ class Grid:
             yield self.files[number], offsets, shape
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in runs: [size, count] of the cuts, [first, count, distance] of the files."""
+        """Return it in runs: [size, count] of the cuts, [first, count, distance] of the files.
+
+        And `parts`, only if a file has several slices.
+        """
         cuts = []
         for edges in self.edges:
             cuts.append(_runs([end - begin for begin, end in pairwise(edges)]))
-        return {"cuts": cuts, "files": _progressions(self.files)}
+        fields: dict[str, Any] = {"cuts": cuts, "files": _progressions(self.files)}
+        if self.parts > 1:
+            fields["parts"] = self.parts
+        return fields
 
     @classmethod
-    def from_json(cls, cuts: Any, files: Any, most: int) -> "Grid | str":
+    def from_json(cls, cuts: Any, files: Any, most: int, parts: Any = 1) -> "Grid | str":
         """Parse what a file has, without trusting it.
 
         Args:
-            most: number of files, so of slices too.
+            most: number of files.
+            parts: most slices of one file.
 
         Returns:
             The grid, or what is wrong.
         """
         if not _are_rows(cuts, 2, deep=True) or not _are_rows(files, 3):
             return "its cuts or files are not lists of runs"
+        if type(parts) is not int or not 1 <= parts <= MOST_PARTS:
+            return f"its parts are not a number from 1 to {MOST_PARTS}"
         counts = []
         for dimension in cuts:
             counts.append(sum(count for _, count in dimension))
-        if min([1, *counts]) < 1 or math.prod(counts) > most or sum(count for _, count, _ in files) > most:
+        slices = math.prod(counts)
+        if min([1, *counts]) < 1 or max(slices, sum(count for _, count, _ in files)) > most * parts:
             return "it has no slice, or more than there are files"
         numbers = tuple(start + distance * k for start, count, distance in files for k in range(count))
-        if len(numbers) != math.prod(counts) or len(set(numbers)) != len(numbers):
+        if len(numbers) != slices or max(Counter(numbers).values()) > parts:
             return "it does not have one file for each slice"
         # Where the slices of each dimension begin and end.
         edges = []
@@ -149,7 +185,9 @@ def _progressions(numbers: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Grid:
+def grid_of(
+    shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int], packed: Mapping[int, int] | None = None
+) -> Grid:
     """Return the grid of a tensor that is sharded over a mesh.
 
     Of several copies of a part the first one is in a file.
@@ -159,31 +197,78 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
         mesh: the ranks, whose numbers are those of the files.
         shards: dimension of the mesh -> dimension of the tensor that it cuts, in the order of cutting; it holds copies
             along the others.
+        packed: dimension of the mesh -> number of joined weights, if it cuts each of them.
     """
     # The mesh's dimensions that cut each dimension of the tensor, in the order of cutting.
     axes: list[list[int]] = []
     for dim in range(len(shape)):
         axes.append([axis for axis, cut in shards.items() if cut == dim])
     edges = []
-    kept = []
-    for size, mine in zip(shape, axes, strict=True):
-        sizes = [size]
-        for axis in mine:
-            sizes = [chunk for extent in sizes for chunk in _chunks(extent, mesh.shape[axis])]
-        # A rank without a row writes no slice.
-        kept.append([index for index, chunk in enumerate(sizes) if chunk])
-        edges.append(tuple(accumulate((chunk for chunk in sizes if chunk), initial=0)))
+    holders = []
+    for size, own in zip(shape, axes, strict=True):
+        cuts = [(int(mesh.shape[axis]), (packed or {}).get(axis, 1)) for axis in own]
+        starts = []
+        for number, at in enumerate(product(*(range(ranks) for ranks, _ in cuts))):
+            # A rank without a row writes no slice.
+            starts += [(start, number) for start, count in runs_of(size, cuts, at) if count]
+        starts.sort()
+        holders.append([number for _, number in starts])
+        edges.append((*(start for start, _ in starts), size))
     ranks = mesh.numpy()
     # Along the other dimensions are copies: keep the first one.
     ranks = ranks[tuple(slice(None) if axis in shards else 0 for axis in range(ranks.ndim))]
     order = sorted(shards)
     # Bring the ranks into the order of the slices, which is row-major.
-    ranks = ranks.transpose([order.index(axis) for mine in axes for axis in mine])
-    ranks = ranks.reshape([math.prod(mesh.shape[axis] for axis in mine) for mine in axes])
-    return Grid(tuple(edges), tuple(ranks[np.ix_(*kept)].reshape(-1).tolist()))
+    ranks = ranks.transpose([order.index(axis) for own in axes for axis in own])
+    ranks = ranks.reshape([math.prod(mesh.shape[axis] for axis in own) for own in axes])
+    return Grid(tuple(edges), tuple(ranks[np.ix_(*holders)].reshape(-1).tolist()))
 
 
-def _chunks(size: int, ranks: int) -> list[int]:
-    """Return the rows of each rank by torch.chunk: the last ranks have fewer."""
-    rows = math.ceil(size / ranks)
-    return [max(0, min(rows, size - rank * rows)) for rank in range(ranks)]
+def runs_of(size: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) -> list[Run]:
+    """Return the rows of a dimension that a rank holds, in ascending order.
+
+    Args:
+        size: of the dimension.
+        cuts: (ranks, joined weights) of each cut, in the order of cutting: every weight is cut into as many pieces as
+            there are ranks; 1 for a dimension that is one weight.
+        at: the rank's number in each cut.
+
+    Returns:
+        The fewest runs; one without rows if the rank has none.
+    """
+    runs = [(0, size)]
+    for (ranks, weights), index in zip(cuts, at, strict=True):
+        pieces: list[Run] = []
+        for weight in range(weights):
+            pieces += _chunk(_chunk(runs, weights, weight), ranks, index)
+        runs = _join(pieces)
+    return runs
+
+
+def _join(runs: list[Run]) -> list[Run]:
+    """Join the runs that touch, and leave out those without rows; one of these if there is no other."""
+    joined: list[Run] = []
+    for start, count in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + count)
+        elif count:
+            joined.append((start, count))
+    return joined or runs[:1]
+
+
+def _chunk(runs: list[Run], pieces: int, index: int) -> list[Run]:
+    """Return a piece of the rows as torch.chunk cuts: ceil(n / pieces) rows each, the last with fewer or none."""
+    rows = sum(count for _, count in runs)
+    step = math.ceil(rows / pieces)
+    low = min(index * step, rows)
+    high = min(low + step, rows)
+    chunk: list[Run] = []
+    before = 0
+    for start, count in runs:
+        first = max(low - before, 0)
+        last = min(high - before, count)
+        if first < last:
+            chunk.append((start + first, last - first))
+        before += count
+    # Where its rows would begin.
+    return chunk or [(sum(runs[-1]), 0)]

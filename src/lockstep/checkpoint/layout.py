@@ -1,17 +1,22 @@
 """Decide which rank writes which part of which tensor, and read the indexes.
 
     share = share_out(tensors, world)       share.pieces: what this rank writes; share.aliases: second names
-    block_of(tensor)                        which part of the full tensor this rank holds
+    boxes_of(tensor)                        which parts of the full tensor this rank holds
+    parts_of(tensor)                        the same, each with the values
 
-A plain tensor is the same on every rank, and one rank writes it; a DTensor's slices are written by the ranks that hold
-them.
+A plain tensor is the same on every rank, and one rank writes it; a DTensor's slices are written by the first ranks of
+the world that hold them.
+
+A mesh may be a slice of one of more ranks, such as the tensor dimension of a mesh (dp, tp): then every slice has a
+replica of the tensor.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -21,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.files import parse_json, read_file
 from lockstep.checkpoint.format import CODES, INDEX, JSON_LIMIT, dtype_name, is_known, is_size, itemsize
-from lockstep.checkpoint.grid import Grid, Slice, grid_of
+from lockstep.checkpoint.grid import MOST_PARTS, Grid, Slice, grid_of, runs_of
 from lockstep.distributed.rows import assign_owners
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
@@ -36,14 +41,18 @@ __all__ = [
     "TensorBox",
     "TensorPiece",
     "block_of",
+    "boxes_of",
     "check_storable",
     "data_name",
     "in_file_order",
+    "key_of",
     "owners_of",
+    "parts_of",
     "rank_of",
     "read_header",
     "read_index",
     "read_rank_index",
+    "replicas_of",
     "share_out",
 ]
 
@@ -58,12 +67,18 @@ class TensorBox:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A part of the tensor `name` of global `shape`: this rank's `local`, at `offsets`."""
+    """A part of the tensor `name` of global `shape`: this rank's `local`, at `offsets`; number `part` of its parts."""
 
     name: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     local: torch.Tensor
+    part: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its name in the data file."""
+        return key_of(self.name, self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,39 +105,165 @@ def _kind(placement: object) -> str:
     return type(placement).__name__
 
 
+def key_of(name: str, part: int) -> str:
+    """Return the key of a tensor's part in a data file; part 0 has the tensor's name."""
+    return f"{name}[{part}]" if part else name
+
+
 def block_of(tensor: torch.Tensor) -> TensorBox | None:
     """Return the part of the full tensor that this rank holds.
 
     None for a DTensor whose mesh does not contain this rank.
 
     Raises:
+        CheckpointError: a placement that is neither Shard nor Replicate, or a packed tensor, which has several parts.
+    """
+    boxes = boxes_of(tensor)
+    if len(boxes) > 1:
+        raise CheckpointError(
+            f"a packed tensor of shape {list(tensor.shape)} has {len(boxes)} parts on a rank, and one is needed here; "
+            "redistribute it to Shard first"
+        )
+    if boxes:
+        return boxes[0]
+    return None
+
+
+def boxes_of(tensor: torch.Tensor) -> list[TensorBox]:
+    """Return the parts of the full tensor that this rank holds, in the order of its shard's rows.
+
+    One; none of a DTensor whose mesh does not contain this rank; several of a packed one, as of joined weights for
+    queries, keys and values, each cut over the ranks.
+
+    Raises:
         CheckpointError: a placement that is neither Shard nor Replicate.
     """
     if not is_dtensor(tensor):
-        return TensorBox((0,) * tensor.dim(), tuple(tensor.shape))
-    shape = list(tensor.shape)
-    offsets = [0] * len(shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    placements: Sequence[Any] = tensor.placements
-    for placement, ranks, index in zip(placements, tensor.device_mesh.shape, coordinate, strict=True):
-        if _kind(placement) == "Shard":
-            # As torch.chunk cuts: ceil(n / ranks) rows each, the last ranks with fewer or none.
-            rows = math.ceil(shape[placement.dim] / ranks)
-            start = min(index * rows, shape[placement.dim])
-            offsets[placement.dim] += start
-            shape[placement.dim] = min(rows, shape[placement.dim] - start)
-        elif _kind(placement) != "Replicate":
+        return [TensorBox((0,) * tensor.dim(), tuple(tensor.shape))]
+    at = tensor.device_mesh.get_coordinate()
+    if at is None:
+        return []
+    shards, packed = _cuts_of(tensor.placements, tensor.device_mesh.shape)
+    runs = [[(0, size)] for size in tensor.shape]
+    for dim in set(shards.values()):
+        axes = [axis for axis, cut in shards.items() if cut == dim]
+        cuts = [(tensor.device_mesh.shape[axis], packed.get(axis, 1)) for axis in axes]
+        runs[dim] = runs_of(tensor.shape[dim], cuts, [at[axis] for axis in axes])
+    boxes = []
+    for box in product(*runs):
+        boxes.append(TensorBox(tuple(start for start, _ in box), tuple(count for _, count in box)))
+    return boxes
+
+
+def parts_of(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[TensorBox, torch.Tensor]]:
+    """Return the parts of the full tensor that this rank holds, each with its values, which share their memory.
+
+    Args:
+        name: for messages.
+
+    Raises:
+        CheckpointError: as `boxes_of`, or its shard has another shape than the placements give.
+    """
+    boxes = boxes_of(tensor)
+    local = local_of(tensor)
+    if len(boxes) == 1 and boxes[0].shape == tuple(local.shape):
+        return [(boxes[0], local)]
+    # In each dimension, where the rows of the full tensor begin in the shard.
+    places: list[dict[int, int]] = []
+    shape = []
+    for dim in range(local.dim()):
+        rows = {}
+        end = 0
+        for start, count in sorted({(box.offsets[dim], box.shape[dim]) for box in boxes}):
+            rows[start] = end
+            end += count
+        places.append(rows)
+        shape.append(end)
+    # torch's placements cannot describe every uneven cut of a cut dimension.
+    if boxes and tensor.numel() and shape != list(local.shape):
+        raise CheckpointError(
+            f"{name}: the shard on this rank has the shape {list(local.shape)}, and by its placements {shape}; cut "
+            "dimensions that the sizes of the mesh divide"
+        )
+    parts = []
+    for box in boxes:
+        part = local
+        for dim, (start, count) in enumerate(zip(box.offsets, box.shape, strict=True)):
+            part = part.narrow(dim, places[dim][start], count)
+        parts.append((box, part))
+    return parts
+
+
+def _cuts_of(placements: Sequence[Any], sizes: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return how a mesh cuts a tensor.
+
+    Args:
+        sizes: of the mesh's dimensions.
+
+    Returns:
+        (dimension of the mesh -> dimension of the tensor that it cuts, in the order of cutting; dimension of the mesh
+        -> number of joined weights, if it cuts each of them).
+    """
+    shards: dict[int, int] = {}
+    packed: dict[int, int] = {}
+    # From the last dimension of the mesh to the first: a cut of a part comes after the cut that makes it.
+    for axis in reversed(range(len(sizes))):
+        placement = placements[axis]
+        kind = _kind(placement)
+        if kind == "Replicate":
+            continue
+        if kind not in {"Shard", "_StridedShard"}:
             raise CheckpointError(f"a DTensor placed as {placement} cannot be stored; redistribute it to Shard first")
-    return TensorBox(tuple(offsets), tuple(shape))
+        ranks = math.prod(sizes[later] for later, dim in shards.items() if dim == placement.dim)
+        if kind == "Shard":
+            shards = {axis: placement.dim, **shards}
+        elif ranks > 1 and placement.split_factor == ranks:
+            # FSDP cuts what each rank has by tensor parallelism.
+            shards[axis] = placement.dim
+        else:
+            shards = {axis: placement.dim, **shards}
+            packed[axis] = placement.split_factor
+    return shards, packed
+
+
+def replicas_of(mesh: Any) -> torch.Tensor:
+    """Return the ranks of all replicas of a mesh: its own, and those of the other slices of the mesh of all ranks.
+
+    The first holders of a tensor are in the first one.
+
+    Returns:
+        int64 [replicas, *shape of the mesh].
+    """
+    own: torch.Tensor = mesh.mesh
+    # Private: torch has no public way from a slice of a mesh to the whole.
+    whole: torch.Tensor = mesh._get_root_mesh().mesh
+    numbers = torch.empty(int(whole.max()) + 1, dtype=torch.int64)
+    numbers[whole.reshape(-1)] = torch.arange(whole.numel())
+    index = []
+    for dim, places in enumerate(torch.unravel_index(numbers[own], whole.shape)):
+        if places.min() < places.max():
+            index.append(places)
+        else:
+            # The slices differ in this dimension, which comes before those of the mesh.
+            shape = [1] * (whole.ndim + own.ndim)
+            shape[dim] = whole.shape[dim]
+            index.append(torch.arange(whole.shape[dim]).reshape(shape))
+    return whole[tuple(index)].reshape(-1, *own.shape)
+
+
+class _Replicas(NamedTuple):
+    """The ranks of a mesh's replicas, and whether this rank's mesh is the first one."""
+
+    ranks: torch.Tensor
+    is_first: bool
 
 
 def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     """Divide `tensors` among the ranks, and return this rank's share. Not collective.
 
     Args:
-        tensors: with the same names on every rank.
+        tensors: with the same names on every rank. A DTensor's mesh is one of all ranks with a shard, or each rank's
+            slice of it.
 
     Raises:
         CheckpointError: a tensor that cannot be stored (its dtype, layout or placement), which is named.
@@ -130,11 +271,12 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     for name, tensor in tensors.items():
         _check(name, tensor)
     names = sorted(tensors)
+    replicas = _replicas_by_mesh(tensors)
     aliases = _ties(tensors, names)
     # Any rank can write a tensor that all have, so these are divided by size.
     replicated = []
     for name in names:
-        if name not in aliases and _is_replicated(tensors[name], world):
+        if name not in aliases and _is_replicated(tensors[name], world, replicas):
             replicated.append(name)
     owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in replicated], world.size)
     pieces = []
@@ -142,10 +284,9 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
         if name in owners:
             is_owner = owners[name] == world.rank
         else:
-            is_owner = _is_writer(tensors[name])
-        block = block_of(tensors[name])
-        if is_owner and block is not None:
-            pieces.append(_piece(name, tensors[name], block))
+            is_owner = _is_writer(tensors[name], replicas)
+        if is_owner:
+            pieces += _pieces(name, tensors)
     written = {piece.name for piece in pieces}
     own_aliases = {}
     for alias, name in aliases.items():
@@ -153,17 +294,31 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
             own_aliases[alias] = name
     index = {}
     if world.is_main:
-        grids = _Grids()
+        grids = _Grids(replicas)
         for name in names:
             if name not in aliases:
                 index[name] = (dtype_name(tensors[name].dtype), grids.of(tensors[name], owners.get(name)))
-    return Share(pieces, own_aliases, _summary(tensors, names, replicated), index)
+    return Share(pieces, own_aliases, _summary(tensors, names, replicated, replicas), index)
+
+
+def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, _Replicas]:
+    replicas: dict[Any, _Replicas] = {}
+    for tensor in tensors.values():
+        if is_dtensor(tensor) and tensor.device_mesh not in replicas:
+            ranks = replicas_of(tensor.device_mesh)
+            replicas[tensor.device_mesh] = _Replicas(ranks, torch.equal(ranks[0], tensor.device_mesh.mesh))
+    return replicas
 
 
 class _Grids:
-    """The grids of tensors; each kind of sharding and shape is computed once."""
+    """The grids of tensors; each kind of sharding and shape is computed once.
 
-    def __init__(self) -> None:
+    Args:
+        replicas: of the meshes; the first one writes.
+    """
+
+    def __init__(self, replicas: Mapping[Any, _Replicas]) -> None:
+        self._replicas = replicas
         self._grids: dict[Any, Grid] = {}
 
     def of(self, tensor: torch.Tensor, owner: int | None) -> Grid:
@@ -181,13 +336,11 @@ class _Grids:
         # Most tensors share mesh, placements and shape, so few grids are computed.
         key = (mesh, placements, shape)
         if key not in self._grids:
-            shards = {}
-            for axis, placement in enumerate(placements):
-                if _kind(placement) == "Shard":
-                    shards[axis] = placement.dim
-            first_rank = int(mesh.mesh.reshape(-1)[0])
-            empty = tensor.numel() == 0
-            self._grids[key] = Grid.whole(shape, first_rank) if empty else grid_of(shape, mesh.mesh, shards)
+            ranks = self._replicas[mesh].ranks[0]
+            if tensor.numel():
+                self._grids[key] = grid_of(shape, ranks, *_cuts_of(placements, mesh.shape))
+            else:
+                self._grids[key] = Grid.whole(shape, int(ranks.reshape(-1)[0]))
         return self._grids[key]
 
 
@@ -196,12 +349,27 @@ def in_file_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
     return sorted(pieces, key=lambda piece: (-piece.local.itemsize, piece.name))
 
 
-def _piece(name: str, tensor: torch.Tensor, block: TensorBox) -> TensorPiece:
+def _pieces(name: str, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
+    tensor = tensors[name]
     shape = tuple(tensor.shape)
     # An empty tensor cannot be cut.
     if tensor.numel() == 0:
-        return TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
-    return TensorPiece(name, shape, block.offsets, local_of(tensor))
+        return [TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))]
+    pieces = []
+    for part, (box, local) in enumerate(parts_of(tensor, name)):
+        pieces.append(TensorPiece(name, shape, box.offsets, local, part))
+    if len(pieces) > MOST_PARTS:
+        raise CheckpointError(
+            f"{name!r:.300} has {len(pieces)} parts on a rank, and a checkpoint stores {MOST_PARTS}; join fewer "
+            "weights in a tensor"
+        )
+    for piece in pieces[1:]:
+        if piece.key in tensors:
+            raise CheckpointError(
+                f"part {piece.part} of {name!r:.300} is stored as {piece.key!r:.300}, which is another tensor's name; "
+                "rename that one"
+            )
+    return pieces
 
 
 def check_storable(tensors: Mapping[str, Any]) -> None:
@@ -275,20 +443,20 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     return aliases
 
 
-def _is_replicated(tensor: torch.Tensor, world: World) -> bool:
+def _is_replicated(tensor: torch.Tensor, world: World, replicas: Mapping[Any, _Replicas]) -> bool:
     """Whether every rank of the world has the full tensor: any may write it."""
     if not is_dtensor(tensor):
         return True
-    return tensor.device_mesh.size() == world.size and all(
+    return replicas[tensor.device_mesh].ranks.numel() == world.size and all(
         _kind(placement) == "Replicate" for placement in tensor.placements
     )
 
 
-def _is_writer(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds the first copy of a non-empty part of the DTensor."""
+def _is_writer(tensor: torch.Tensor, replicas: Mapping[Any, _Replicas]) -> bool:
+    """Whether this rank holds the first copy, in the world, of a non-empty part of the DTensor."""
     assert is_dtensor(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+    if coordinate is None or not replicas[tensor.device_mesh].is_first:
         return False
     # No rank has a part, but one must write the name.
     if tensor.numel() == 0:
@@ -315,7 +483,12 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
     return dict(zip(names, assign_owners(costs, ranks), strict=True))
 
 
-def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:
+def _summary(
+    tensors: dict[str, torch.Tensor],
+    names: list[str],
+    replicated: list[str],
+    replicas: Mapping[Any, _Replicas],
+) -> dict[str, Any]:
     # Digests, because a large model has too many names and shapes to exchange.
     digest = xxhash.xxh3_64()
     placement = xxhash.xxh3_64()
@@ -326,8 +499,8 @@ def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: lis
         if is_dtensor(tensor):
             key = (tensor.device_mesh, tuple(tensor.placements))
             if key not in places:
-                # A mesh is in host memory.
-                places[key] = repr((tensor.device_mesh.mesh.tolist(), tensor.placements)).encode()
+                # A mesh is in host memory. All slices of one have the same replicas.
+                places[key] = repr((replicas[tensor.device_mesh].ranks.tolist(), tensor.placements)).encode()
             placement.update(places[key])
     return {
         "tensors": len(names),
@@ -412,7 +585,8 @@ class GridSlices(Sequence[SliceEntry]):
 
     def _entry(self, each: Slice) -> SliceEntry:
         file, offsets, local = each
-        return SliceEntry(self._name, self._dtype, self._grid.shape, offsets, local, data_name(file), self._name)
+        key = key_of(self._name, self._grid.part_of(offsets))
+        return SliceEntry(self._name, self._dtype, self._grid.shape, offsets, local, data_name(file), key)
 
 
 def data_name(rank: int) -> str:
@@ -459,15 +633,16 @@ def _grid(fields: Any, numbers: frozenset[int], grids: dict[str, "Grid | str"]) 
         numbers: of the data files.
         grids: cache of parsed grids.
     """
-    if not isinstance(fields, dict) or fields.keys() != {"name", "dtype", "cuts", "files"}:
+    if not isinstance(fields, dict) or fields.keys() - {"parts"} != {"name", "dtype", "cuts", "files"}:
         return "it does not have the fields name, dtype, cuts, files"
     if type(fields["name"]) is not str or type(fields["dtype"]) is not str:
         return "its name or dtype is of another type"
     if not is_known(fields["dtype"]):
         return f"unknown dtype {printable(fields['dtype'], 40)!r}"
-    key = repr((fields["cuts"], fields["files"]))
+    parts = fields.get("parts", 1)
+    key = repr((fields["cuts"], fields["files"], parts))
     if key not in grids:
-        grid = Grid.from_json(fields["cuts"], fields["files"], len(numbers))
+        grid = Grid.from_json(fields["cuts"], fields["files"], len(numbers), parts)
         if isinstance(grid, Grid) and (len(grid.edges) > _DIMENSIONS or not numbers.issuperset(grid.files)):
             grid = "it has a file that is not in the manifest, or too many dimensions"
         grids[key] = grid

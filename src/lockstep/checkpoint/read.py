@@ -32,13 +32,12 @@ from lockstep.checkpoint.check import (
     read_contents,
 )
 from lockstep.checkpoint.format import PAIRS, STATE, dtype_name, itemsize, read_manifest
-from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
+from lockstep.checkpoint.layout import SliceEntry, TensorBox, boxes_of, parts_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.agreement import LONG, on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import printable, retry_io
-from lockstep.tensors import local_of
 
 __all__ = [
     "AVERAGE",
@@ -269,13 +268,11 @@ def _bytes_needed(tensors: dict[str, torch.Tensor], contents: dict[str, StoredTe
     """Return how many bytes of each file this rank reads."""
     needs = Counter[str]()
     for name, tensor in tensors.items():
-        block = block_of(tensor)
-        if block is None:
-            continue
-        for entry in contents[name].within(block):
-            low, high = _overlap(block, entry)
-            elements = math.prod(max(0, end - begin) for begin, end in zip(low, high, strict=True))
-            needs[entry.file] += itemsize(entry.dtype) * elements
+        for block in boxes_of(tensor):
+            for entry in contents[name].within(block):
+                low, high = _overlap(block, entry)
+                elements = math.prod(max(0, end - begin) for begin, end in zip(low, high, strict=True))
+                needs[entry.file] += itemsize(entry.dtype) * elements
     counts = {}
     for name, count in needs.items():
         if count:
@@ -287,9 +284,8 @@ def _fill_all(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, 
     with ExitStack() as stack:
         read = _reader(path, stack)
         for name, tensor in tensors.items():
-            block = block_of(tensor)
-            if block is not None:
-                _fill(local_of(tensor), block, contents[name], read)
+            for block, local in parts_of(tensor, name):
+                _fill(local, block, contents[name], read)
 
 
 Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]

@@ -232,7 +232,7 @@ class Saver:
                 (later if piece.name in stable else changing).append((target, local))
             else:
                 target.copy_(local)
-            copies.append(TensorPiece(piece.name, piece.shape, piece.offsets, target))
+            copies.append(dataclasses.replace(piece, local=target))
         ready = self._copy_in_stream(later, changing) if later or changing else None
         return dataclasses.replace(share, pieces=copies), ready
 

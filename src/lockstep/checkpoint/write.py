@@ -311,10 +311,14 @@ def write_share(
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
     tensors = {}
+    # A packed tensor has several pieces.
+    names_by_key = {}
     for piece in share.pieces:
         if piece.name not in exempt:
-            tensors[piece.name] = piece.local
-    facts = [{**share.summary, "step": step}, size, not_finite(tensors), platform.node()]
+            tensors[piece.key] = piece.local
+            names_by_key[piece.key] = piece.name
+    found = [names_by_key[key] for key in not_finite(tensors)]
+    facts = [{**share.summary, "step": step}, size, found, platform.node()]
     # All ranks must save the same tensors, and each folder needs room for its ranks.
     shares = world.gather(facts)
     compare("set of tensors to save", [summary for summary, *_ in shares])
@@ -485,7 +489,8 @@ def _index(share: Share, aliases: dict[str, str], counts: list[int]) -> bytes:
     fields = {key: grid.to_json() for key, grid in grids.items()}
     expected = Counter[int]()
     for key, count in numbers.items():
-        expected.update(dict.fromkeys(grids[key].files, count))
+        for file, parts in Counter(grids[key].files).items():
+            expected[file] += parts * count
     for rank, count in enumerate(counts):
         if count != expected[rank]:
             raise CheckpointError(
@@ -506,7 +511,7 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
         begin = end
         end = end + piece.local.numel() * piece.local.itemsize
         code, shape = stored_as(dtype_name(piece.local.dtype), tuple(piece.local.shape))
-        header[piece.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        header[piece.key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     # The format wants the tensors aligned to 8 bytes.
     text += b" " * (-len(text) % 8)

@@ -3,8 +3,8 @@
     check(engine.state_dict(), world, step)          # raises DifferenceError: rank 2, model/blocks.0.weight
 
 Ranks with the same part of a tensor compare its fingerprint (xxh3 over its bytes, so order matters): all ranks for
-replicated tensors, even a single buffer next to sharded parameters; the copies of a shard under hybrid sharding.
-Tensors on only one rank are not read.
+replicated tensors, even a single buffer next to sharded parameters; the copies of a shard under hybrid sharding, and
+those in the replicas of tensor parallelism. Tensors on only one rank are not read.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.layout import boxes_of, replicas_of
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.progress import rank_label
@@ -160,11 +160,14 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
     table: dict[str, list[Any]] = {}
     waiting: list[tuple[str, Tensor]] = []
     for name, tensor in sorted(state.items()):
-        block = block_of(tensor)
-        if block is None or tensor.is_meta:
+        boxes = boxes_of(tensor)
+        if not boxes or tensor.is_meta:
             continue
         local = local_of(tensor)
-        table[name] = [[*block.offsets, *block.shape], ""]
+        part: list[int] = []
+        for box in boxes:
+            part += (*box.offsets, *box.shape)
+        table[name] = [part, ""]
         if local.device.type == "cpu":
             table[name][1] = _hash_of(local)
         else:
@@ -271,14 +274,14 @@ def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Ho
         ranks = list(range(world.size))
         if mesh is not None:
             at = mesh.get_coordinate()
-            ranks = [] if at is None else _copies(mesh.mesh, placements, at)
+            ranks = [] if at is None else _copies(replicas_of(mesh), placements, at)
         cache[mesh, placements] = _Holders(xxhash.xxh3_64_hexdigest(repr(ranks).encode()), len(ranks))
     return cache[mesh, placements]
 
 
 def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
-    """Return the mesh's ranks that differ from `at` only in replicated dimensions."""
-    same = []
+    """Return the ranks that differ from `at` only in replicated dimensions, in every replica of the mesh."""
+    same: list[Any] = [slice(None)]
     for placement, i in zip(placements, at, strict=True):
         same.append(slice(None) if type(placement).__name__ == "Replicate" else i)
     return sorted(ranks[tuple(same)].reshape(-1).tolist())

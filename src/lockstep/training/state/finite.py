@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.layout import boxes_of
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.run_state import RunState
@@ -74,7 +74,7 @@ def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
 def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
     local = {}
     for name, tensor in tensors.items():
-        if not tensor.is_meta and block_of(tensor) is not None:
+        if not tensor.is_meta and boxes_of(tensor):
             local[name] = local_of(tensor)
     bad: dict[str, list[int]] = {}
     # A rank sees its own shards only, and every rank needs the list of all.
