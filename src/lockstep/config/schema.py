@@ -45,6 +45,7 @@ from lockstep.config.sections import (
     Lora,
     Model,
     Optim,
+    Parallel,
     auto,
     check_gradients,
     check_load_in,
@@ -353,6 +354,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     engine_options: EngineOptions = field(default_factory=EngineOptions)
+    parallel: Parallel = field(default_factory=Parallel)
     guards: Guards = field(default_factory=Guards)
     images: Images = field(default_factory=Images)
 
