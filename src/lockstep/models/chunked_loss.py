@@ -44,8 +44,14 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Return `summed_cross_entropy(head(hidden), labels)`, for `chunk` tokens at a time; 0: all.
+def summed_loss(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    chunk: int,
+    loss: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy,
+) -> Tensor:
+    """Return `loss(head(hidden), labels)`, for `chunk` tokens at a time; 0: all.
 
     The losses are added in the order of the chunks, so the bits depend only on `chunk`.
 
@@ -53,13 +59,14 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
         head: hidden states -> logits; it may use any parameters of the running model.
         hidden: [batch, time, width].
         labels: int64 [batch, time].
+        loss: (logits, labels) -> the sum; another one where a rank has only some columns of the logits.
     """
 
     if not chunk:
-        return summed_cross_entropy(head(hidden), labels)
+        return loss(head(hidden), labels)
 
     def part(rows: Tensor, targets: Tensor) -> Tensor:
-        return summed_cross_entropy(head(rows), targets)
+        return loss(head(rows), targets)
 
     # Checkpointing frees a chunk's logits after its forward, and computes them again in the backward.
     parts = zip(torch.split(hidden.flatten(0, 1), chunk), torch.split(labels.flatten(), chunk), strict=True)
@@ -67,8 +74,8 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
     for operands in parts:
         losses.append(checkpoint(part, *operands, use_reentrant=False, preserve_rng_state=False))
     total: Tensor = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
+    for further in losses[1:]:
+        total = total + further
     return total
 
 

@@ -10,6 +10,7 @@ tokens from this or another model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
 from lockstep.models.chunked_loss import Ending, summed_loss
+from lockstep.parallel.activations import TensorGroup, attention_with_dropout, enter
+from lockstep.parallel.layers import VocabularyEmbedding, table_logits, vocabulary_cross_entropy
 from lockstep.transforms.precision import eager
 from lockstep.transforms.weight_copies import weight_of
 
@@ -109,18 +112,24 @@ class Past:
 
 
 class _Attention(nn.Module):
-    """Causal self-attention over several heads."""
+    """Causal self-attention over several heads.
+
+    Attributes:
+        heads: computed by this rank.
+        tensor_group: the ranks that compute the other heads; None: this one computes all.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.tensor_group: TensorGroup | None = None
         self.dropout = config.dropout
         # One product computes queries, keys and values: one kernel instead of three.
         self.inputs = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
-        batch, time, width = x.shape
+        batch, time, _ = x.shape
         query, key, value = self._heads(self.inputs(x))
         dropout = self.dropout if self.training else 0.0
         causal = mask is None
@@ -128,8 +137,18 @@ class _Attention(nn.Module):
             # A single new token attends to the whole cache, so it needs no causal mask.
             causal = not past.time
             key, value = past.extend(key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
-        return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
+        if dropout and self.tensor_group is not None:
+            mixed = attention_with_dropout(query, key, value, mask, dropout, self.tensor_group)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout
+            )
+        return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, -1)))
+
+    def divide_over(self, group: TensorGroup) -> None:
+        """Compute this rank's heads alone, see `parallel.tensor.cut`."""
+        self.heads //= group.size
+        self.tensor_group = group
 
     def _heads(self, products: Tensor) -> tuple[Tensor, ...]:
         """Split queries, keys and values into heads, each [batch, heads, time, width / heads]."""
@@ -247,7 +266,31 @@ class GPT(nn.Module):
         return self.ending(self, x, labels, chunk)
 
     def _head(self, x: Tensor) -> Tensor:
+        if isinstance(self.tokens, VocabularyEmbedding):
+            return table_logits(self.tokens, x)
         return F.linear(x, weight_of(self.tokens, x))
+
+    def tensor_plan(self, degree: int, *, vocabulary: bool = True) -> dict[str, str]:
+        """Return how the layers are cut over `degree` ranks, see `parallel.tensor.cut`.
+
+        Args:
+            vocabulary: cut the token table too.
+
+        Raises:
+            ConfigError: `degree` does not divide the heads or the padded vocabulary.
+        """
+        if self.config.heads % degree:
+            raise ConfigError(
+                f"--parallel.tensor {degree}: the model has {self.config.heads} attention heads; use a degree that "
+                "divides them"
+            )
+        if vocabulary and self.config.padded_vocab % degree:
+            raise ConfigError(
+                f"--parallel.tensor {degree}: the vocabulary is padded to {self.config.padded_vocab} tokens; use a "
+                "degree that divides them, or --parallel.vocabulary false"
+            )
+        plan = {"blocks.*.attention.inputs": "packed:3", "blocks.*.expand": "columns", "blocks.*.output": "rows"}
+        return plan | {"tokens": "vocabulary"} if vocabulary else plan
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Return a token's operations for forward and backward.
@@ -263,7 +306,14 @@ class GPT(nn.Module):
 
 
 def _sum_loss(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    return summed_loss(model._head, model.norm(x), labels, chunk)
+    table = model.tokens
+    hidden = model.norm(x)
+    if not isinstance(table, VocabularyEmbedding):
+        return summed_loss(model._head, hidden, labels, chunk)
+    # Entered once for all chunks: their gradients are added before the one exchange.
+    hidden = enter(hidden, table.tensor_group)
+    loss = partial(vocabulary_cross_entropy, group=table.tensor_group)
+    return summed_loss(table.own_logits, hidden, labels, chunk, loss)
 
 
 def _apart(documents: Tensor) -> Tensor:

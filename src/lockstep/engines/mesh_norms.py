@@ -1,0 +1,118 @@
+"""Norms of gradients of which each rank of a replica has a part.
+
+    norm = MeshNorm(exact=False)
+    norm(gradients)             # the 2-norm of all, the same on every rank
+    norm.each(gradients)        # of each
+
+torch's `clip_grad_norm_` fails where gradients are on several meshes, and a plain sum over the ranks would count a
+whole gradient once a rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed import collectives
+from lockstep.engines.optimizer_step import norms_of
+from lockstep.errors import LockstepError
+from lockstep.tensors import is_dtensor, local_of
+
+__all__ = ["MeshNorm"]
+
+
+class MeshNorm:
+    """The 2-norm of gradients that are cut over dimensions of a mesh, each counted once.
+
+    Args:
+        exact: add in the order of the coordinates, and then in the order of the gradients, so that the bits do not
+            depend on an all-reduce.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self._add = _gather_and_add if exact else _all_reduce
+        self._exact = exact
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients, 0-dim; the same on every rank. Collective."""
+        if not gradients:
+            return torch.zeros(())
+        squares = _local_squares(gradients)
+        if self._exact:
+            # One square for each gradient, so that the order of addition is the model's, however it is cut.
+            return torch.stack(self._sum_each(squares, gradients)).sum().sqrt()
+        totals = []
+        for groups, indices in _by_groups(gradients).items():
+            total = torch.stack([squares[index] for index in indices]).sum()
+            totals.append(self._sum_over(total, groups))  # collective
+        return torch.stack(totals).sum().sqrt()
+
+    def each(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the norm of each gradient, 0-dim. Collective."""
+        if not gradients:
+            return []
+        return [square.sqrt() for square in self._sum_each(_local_squares(gradients), gradients)]
+
+    def _sum_each(self, squares: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return each gradient's square over all ranks. Collective."""
+        sums = list(squares)
+        for groups, indices in _by_groups(gradients).items():
+            together = torch.stack([squares[index] for index in indices])
+            totals = self._sum_over(together, groups).unbind()  # collective
+            for index, total in zip(indices, totals, strict=True):
+                sums[index] = total
+        return sums
+
+    def _sum_over(self, squares: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
+        """Add squares over one mesh dimension after the other. Collective."""
+        for group in groups:
+            squares = self._add(squares, group)  # collective
+        return squares
+
+
+def _local_squares(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the square of the norm of each gradient's part on this rank, 0-dim."""
+    norms = norms_of([local_of(gradient) for gradient in gradients])
+    return list(torch.stack(norms).square().unbind())
+
+
+def _by_groups(gradients: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
+    """Return the indices of the gradients by the groups that they are cut over, in the first gradient's order.
+
+    The order is the same on every rank, since it is the model's.
+    """
+    found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        found.setdefault(_cut_over(gradient), []).append(index)
+    return found
+
+
+def _cut_over(gradient: Any) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of the mesh dimensions over which a gradient is cut; () for a whole one."""
+    if not is_dtensor(gradient):
+        return ()
+    groups = []
+    for dim, placement in enumerate(gradient.placements):
+        if placement.is_partial():
+            raise LockstepError("a gradient has not been summed over the ranks of its model; this is a bug")
+        # Not `is_shard`, which is false for the placement of packed layers.
+        if not placement.is_replicate():
+            groups.append(gradient.device_mesh.get_group(dim))
+    return tuple(groups)
+
+
+def _all_reduce(squares: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = squares.clone()
+    collectives.all_reduce(total, group=group)  # collective
+    return total
+
+
+def _gather_and_add(squares: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(squares) for _ in range(group.size())]
+    collectives.all_gather(parts, squares, group=group)  # collective
+    total, *others = parts
+    for other in others:
+        total = total + other
+    return total
