@@ -370,6 +370,15 @@ class Task(ABC):
         """Return the repeated blocks of a model from `model()`, in order; None: search for them."""
         return None
 
+    def parallelize(self, model: nn.Module) -> Mapping[str, Any] | None:
+        """Return how the layers of a model from `model()` are divided over ranks, for --parallel.tensor.
+
+        Returns:
+            Module name or pattern -> "columns", "rows", "packed:n", "vocabulary", "whole", or a ParallelStyle of
+            torch; see docs/parallel.md. None: the model cannot be divided.
+        """
+        return None
+
     def untrained(self) -> Sequence[str]:
         """Return names or patterns of a pretrained model's new modules, such as a head.
 

@@ -107,6 +107,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def gradient_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of this rank's shard in the form of its parameter: a DTensor, or the plain tensor."""
+    if not is_dtensor(parameter):
+        return local
+    # At the first use: torch loads the module for a second.
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in row-major order.
 

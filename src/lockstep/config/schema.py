@@ -35,6 +35,7 @@ from lockstep.config.fields import (
     parse_shares,
     suggest_fields,
 )
+from lockstep.config.parallel_options import Parallel, check_parallel
 from lockstep.config.sections import (
     LATER,
     AutoInt,
@@ -45,7 +46,6 @@ from lockstep.config.sections import (
     Lora,
     Model,
     Optim,
-    Parallel,
     auto,
     check_gradients,
     check_load_in,
@@ -137,6 +137,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
     "checkpoint.upload_wait": (0, 10**9, "a number of seconds"),
+    "parallel.tensor": (1, 4096, "a number of ranks from 1"),
     "guards.limit": (0, 10**6, "a number of steps"),
     "guards.desync_freq": (0, 10**12, "a number of steps, or 0 for none"),
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
@@ -386,6 +387,7 @@ class Config:
         check_load_in(self.model, self.lora, self.precision, self.engine, self.engine_options)
         check_unsaved(self.checkpoint, self.guards)
         check_gradients(self.weight_copies, self.grad_dtype)
+        check_parallel(self)
         _check_init_drop(self)
         parse_shares(self.shares)
         parse_profile(self.profile)

@@ -25,7 +25,6 @@ __all__ = [
     "Lora",
     "Model",
     "Optim",
-    "Parallel",
     "auto",
     "check_gradients",
     "check_load_in",
@@ -238,15 +237,6 @@ class Lora:
         "names or patterns of modules to train in full as well (default: those without pretrained weights, such as "
         "a head)",
     )
-
-
-@suggest_fields()
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """How several ranks hold one model between them; see docs/parallel.md. Experimental."""
-
-    tensor: int = option(1, "ranks that divide each layer among them, by columns, rows or heads")
-    vocabulary: bool = option(True, "with --parallel.tensor: divide the token table and the head too")
 
 
 @suggest_fields()

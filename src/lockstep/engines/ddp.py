@@ -4,6 +4,7 @@
 `GradientUsage` finds parameters that a micro-batch leaves unused.
 """
 
+import dataclasses
 import math
 import re
 import warnings
@@ -24,10 +25,11 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
+from lockstep.engines.mesh_norms import MeshNorm
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.tensors import as_bytes
+from lockstep.tensors import as_bytes, is_dtensor, local_of
 
 __all__ = [
     "COMPRESSION_DTYPES",
@@ -237,6 +239,7 @@ class ReplicatedEngine:
 
     Attributes:
         model: call this for the forward.
+        is_cut: this rank has a part of some parameters, see `parallel.tensor.cut`.
 
     Raises:
         ConfigError: no launcher started this process, or an option that cannot be exact with `--exact`.
@@ -263,8 +266,13 @@ class ReplicatedEngine:
         # The first backward of a static graph must be exchanged. Exchanging after every micro-batch is safe, since
         # averaging a mean leaves it unchanged.
         self._sync_always = request.options.static_graph
+        self.is_cut = any(map(is_dtensor, parameters))
         if request.exact:
             self._build_tree()
+        elif self.is_cut:
+            # DDP knows no DTensors.
+            self._by_hand = True
+            same_start(module, world)
         else:
             # All ranks start with rank 0's buffers. DDP's constructor broadcasts the parameters.
             send_from_rank_0(module.buffers(), world)
@@ -555,7 +563,7 @@ def same_start(model: nn.Module, world: World) -> None:
 def send_from_rank_0(tensors: Iterable[Tensor], world: World) -> None:
     """Broadcast rank 0's values of `tensors`, in place, except sparse ones. None may be expanded."""
     with torch.no_grad():
-        for tensor in (candidate for candidate in tensors if candidate.layout is torch.strided):
+        for tensor in (local_of(candidate) for candidate in tensors if candidate.layout is torch.strided):
             # All ranks call this with the same tensors in the same order.
             collectives.broadcast(tensor, group_src=0, group=world.group)  # collective
 
@@ -583,7 +591,7 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
         if flag:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
+            gradients.append(local_of(parameter.grad))
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         # A cast of a complex tensor would drop its imaginary parts.
@@ -633,7 +641,12 @@ class DDP(BareEngine):
             has_peers=world.size > 1,
             dense_flag="--engine ddp",
         )
+        if self._replicas.is_cut:
+            norm = MeshNorm(exact=bool(request.exact))
+            spec = dataclasses.replace(spec, norm=norm, norms=norm.each, local=local_of)
         self._update = OptimizerStep(model, instance, request, spec)
+        # torch's optimizers do not mix DTensors with plain tensors in one call.
+        self._update.is_mixed = self._replicas.is_cut
         self.model = self._replicas.model
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.tensors import copy_to_device
+from lockstep.tensors import copy_to_device, gradient_like, local_of
 
 __all__ = [
     "Subtotals",
@@ -205,7 +205,8 @@ class Tree:
         if micro_batch < self._subtrees.mine.stop:
             # Use one memory layout for all gradients, since a norm's order of summation may depend on it.
             gradients = [
-                None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters
+                None if p.grad is None else _real(local_of(p.grad)).to(self._dtype).contiguous()
+                for p in self._parameters
             ]
             self._sums.push(TreeSpan(micro_batch, micro_batch + 1), gradients)
         for parameter in self._parameters:
@@ -224,12 +225,14 @@ class Tree:
         check_slots(count, self._subtrees.slots, self._world)
         if self._world.size > 1:
             # Made at the first use, since it allocates a vector of all gradients.
-            self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
+            self._exchange = self._exchange or Exchange(
+                [_real(local_of(p)) for p in self._parameters], self._dtype, self._world
+            )
             sums = self._exchange(self._sums.take(), self._subtrees)
         else:
             (sums,) = self._sums.take()
         for parameter, total in zip(self._parameters, sums, strict=True):
-            parameter.grad = None if total is None else _cast_to(parameter, total)
+            parameter.grad = None if total is None else gradient_like(parameter, _cast_to(parameter, total))
 
     def _current_subtrees(self) -> Subtrees:
         """Return the subtrees of the current step's runs."""

@@ -174,6 +174,9 @@ def make_engine(
     # Gradients and what forwards write are exchanged among the ranks that compute different samples.
     peers = world.data_parallel
     # Checks before anything is changed in the model.
+    if world.replica.size == 1:
+        # Otherwise its parameters are cut, see `parallel.tensor`.
+        _check_uncut(name, model)
     _check_request(name, model, peers, request)
     if request.batchnorm == "replay":
         recording(model, request.say)
@@ -240,16 +243,18 @@ class _Builder:
         return engine
 
 
-def _check_request(name: str, model: nn.Module, world: World, request: EngineRequest) -> None:
-    """Raise ConfigError if the engine does not support the request, in this world or with this model."""
-    split = None
+def _check_uncut(name: str, model: nn.Module) -> None:
+    """Raise ConfigError if parameters are DTensors already, but of a model that fsdp itself has sharded."""
+    # fsdp's model returns here after the failure of a rank.
+    if hasattr(model, "reshard"):
+        return
     for key, parameter in model.named_parameters():
         if is_dtensor(parameter):
-            split = key
-            break
-    # A model that fsdp has sharded before, which returns here after the failure of a rank.
-    if split and not hasattr(model, "reshard"):
-        raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
+            raise ConfigError(f"--engine {name}: the parameter {key} is a DTensor already: give the plain model")
+
+
+def _check_request(name: str, model: nn.Module, world: World, request: EngineRequest) -> None:
+    """Raise ConfigError if the engine does not support the request, in this world or with this model."""
     is_exact = bool(request.exact)
     if is_exact:
         check_servable(request.exact, world.size)

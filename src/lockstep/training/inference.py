@@ -157,7 +157,7 @@ def read_config(path: Path, request: InferenceRequest) -> Config:
         raise CheckpointError(f"{printable(str(path))} is not a run's folder: pass SAVE_DIR/EXPERIMENT_NAME")
     values = {}
     for name, value in cli.read_toml(file).items():
-        if not name.startswith("engine_options."):
+        if not name.startswith(("engine_options.", "parallel.")):
             values[name] = value
     training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32"}
     values |= training | dict(request.changes)

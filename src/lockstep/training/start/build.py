@@ -50,6 +50,7 @@ from lockstep.training.start.defaults import (
 )
 from lockstep.training.start.lora_base import base_tensor_names
 from lockstep.training.start.named_task import make_task
+from lockstep.training.start.replicas import form_replicas
 from lockstep.training.start.resolve import Facts, Resolution, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.start.resume import (
     accept_contents,
@@ -149,6 +150,10 @@ def build_together(
     that may have collectives of its own: the user's, or an engine's.
     """
     opening = _open_folder(config, world, request)  # collective
+    if opening.requested.parallel.tensor > 1:
+        # Ranks with other degrees would form other groups.
+        world.agree()
+        form_replicas(opening.requested, world)  # collective
     draft = _make_draft(opening, user_task, world, request)  # collective
     settings = draft.resolved.config
     task = draft.task

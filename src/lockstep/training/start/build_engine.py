@@ -42,6 +42,7 @@ from lockstep.tensors import is_dtensor, is_expanded
 from lockstep.training.start.consistency import collect_new_modules, copy_from_rank0
 from lockstep.training.start.defaults import batchnorm_names
 from lockstep.training.start.lora_base import add_adapters, add_empty_adapters, base_tensor_names
+from lockstep.training.start.replicas import divide_model
 from lockstep.training.state.optimizer_groups import OptimizerGroups, set_groups
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.batchnorm import resolve_batchnorm
@@ -108,6 +109,7 @@ def build_model(  # noqa: PLR0913
     _set_residual_dtype(config, model)
     base = _add_adapters(config, task, model, world, state, say, sizes_only=sizes_only)
     _freeze_by_rules(config, model, world, say)
+    divide_model(config, task, model, world)
     task_blocks = task.blocks(model)
     batchnorm = resolve_batchnorm(config, world.data_parallel.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
     if batchnorm.kind == "sync" and world.replica.size > 1:

@@ -1,0 +1,66 @@
+"""Options for a model that several ranks hold between them, and what does not go with them yet.
+
+Config(parallel=Parallel(tensor=2))     # --parallel.tensor 2
+check_parallel(config)                  # FieldError: names the option and the way out
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.fields import FieldError, FieldName, option, suggest_fields
+
+__all__ = [
+    "Parallel",
+    "check_parallel",
+]
+
+
+@suggest_fields()
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How several ranks hold one model between them (experimental); see docs/parallel.md."""
+
+    tensor: int = option(1, "ranks that divide each layer of the model among them")
+    vocabulary: bool = option(True, "with --parallel.tensor: divide the token table and the head too")
+
+
+# Option -> (the values that go with several ranks for one model, the way out).
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "engine": (("auto", "ddp"), "use ddp"),
+    "precision": (("auto", "float32", "float64", "bf16"), "use bf16"),
+    "compile": ((None, False, "auto"), "use --no-compile"),
+    "weight_copies": (("forward",), "use forward"),
+    "shares": (("equal",), "use equal"),
+    "batchnorm": (("auto", "replay"), "use replay"),
+    "lora.rank": ((0,), "use 0"),
+    "model.load_in": (("full",), "use full"),
+    "guards.audit": ((0,), "use 0"),
+    "optim.name": (("adamw", "adam", "sgd"), "use adamw"),
+}
+
+
+def check_parallel(config: Any) -> None:
+    """Check the options that do not go with several ranks for one model.
+
+    Args:
+        config: a `Config`, whose module imports this one.
+
+    Raises:
+        FieldError: names the first such option, and the way out.
+    """
+    degree = config.parallel.tensor
+    if degree == 1:
+        if not config.parallel.vocabulary:
+            raise FieldError(
+                *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")),
+                " of 2 or more; remove it",
+            )
+        return
+    for name, (values, advice) in _SUPPORTED.items():
+        section, _, field = name.rpartition(".")
+        value = getattr(getattr(config, section) if section else config, field)
+        if value not in values:
+            raise FieldError(
+                *(FieldName(name), f" {value} does not work with ", FieldName("parallel.tensor"), f" {degree} yet: "),
+                advice,
+            )

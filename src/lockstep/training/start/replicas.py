@@ -1,0 +1,75 @@
+"""Form the replicas of a run, and divide its model over the ranks of this one: --parallel.tensor.
+
+form_replicas(config, world)            # collective; world.replica, world.data_parallel
+divide_model(config, task, model, world)
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.config.schema import Config
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.models.gpt import GPT
+from lockstep.parallel.tensor import Plan, cut
+from lockstep.task import Task, has_own, user_task
+
+__all__ = [
+    "divide_model",
+    "form_replicas",
+]
+
+
+def form_replicas(config: Config, world: World) -> None:
+    """Divide the ranks into replicas by the configuration, once for each world. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so, or were divided otherwise.
+    """
+    degree = config.parallel.tensor
+    if world.replica.size == degree:
+        return
+    if world.replica.size > 1:
+        raise ConfigError(
+            f"--parallel.tensor {degree}: this world has replicas of {world.replica.size} ranks; use that degree"
+        )
+    world.form_replicas(tensor=degree)  # collective
+
+
+def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> None:
+    """Keep this rank's part of a model that is the same on every rank. Changes the model.
+
+    Raises:
+        ConfigError: the task has no plan for it, or something that does not work with a divided model.
+    """
+    degree = world.replica.size
+    if degree == 1:
+        return
+    _check_task(task, degree)
+    group = world.replica.group
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("tp",))
+    cut(model, mesh, _plan_of(config, task, model), exact=config.exact)
+
+
+def _plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
+    """Return how the model's layers are divided."""
+    plan = task.parallelize(model)
+    if plan is None and isinstance(model, GPT):
+        plan = model.tensor_plan(config.parallel.tensor, vocabulary=config.parallel.vocabulary)
+    if plan is None:
+        raise ConfigError(
+            f"--parallel.tensor {config.parallel.tensor}: the task {type(user_task(task)).__name__} does not say how "
+            "its model is divided; define parallelize(model) (docs/parallel.md), or leave the flag out"
+        )
+    return plan
+
+
+def _check_task(task: Task, degree: int) -> None:
+    """Refuse methods of a task that would see a part of the parameters."""
+    for method, is_used in (("penalty", has_own(task, "penalty")), ("own_steps", task.own_steps is not None)):
+        # Their results are computed from parameters of which each rank has a part.
+        if is_used:
+            raise ConfigError(
+                f"--parallel.tensor {degree}: the task's `{method}` does not work with it yet; leave one out"
+            )
