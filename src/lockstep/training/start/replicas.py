@@ -4,6 +4,7 @@ form_replicas(config, world)            # collective; world.replica, world.data_
 divide_model(config, task, model, world)
 """
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -46,10 +47,15 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     if degree == 1:
         return
     _check_task(task, degree)
-    group = world.replica.group
-    assert group is not None
-    mesh = DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("tp",))
-    cut(model, mesh, _plan_of(config, task, model), exact=config.exact)
+    cut(model, _mesh_of(world)["tp"], _plan_of(config, task, model), exact=config.exact)
+
+
+def _mesh_of(world: World) -> DeviceMesh:
+    """Return the mesh of all ranks, (dp, tp), with the groups that the world has formed."""
+    groups = [world.data_parallel.group, world.replica.group]
+    ranks = torch.arange(world.size).view(-1, world.replica.size)
+    # The whole mesh, since a save finds a tensor's other holders by it.
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
 
 
 def _plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
