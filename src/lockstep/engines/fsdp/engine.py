@@ -135,10 +135,10 @@ class ExactNorm:
         # All ranks: an all-to-all gathers each gradient on its owner.
         wholes = gather_rows(local_shards, [gradient.shape for gradient in gradients], owners)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
-        gradients = []
+        whole_gradients = []
         for tensor, gradient in zip(wholes, sources, strict=True):
-            gradients.append(tensor.to(gradient.dtype))
-        return gradients
+            whole_gradients.append(tensor.to(gradient.dtype))
+        return whole_gradients
 
 
 class ExactReduceScatter:
