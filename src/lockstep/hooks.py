@@ -152,4 +152,4 @@ class OwnSteps(Protocol):
         """Drop the recorded micro-batches of a skipped step."""
 
     def buffers(self) -> list[Any]:
-        """Return, by micro-batch, what the engine's `kept` returned after its last forward."""
+        """Return, by micro-batch, what the engine's `collect_writes` returned after its last forward."""

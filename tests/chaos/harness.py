@@ -56,7 +56,7 @@ class Odd(lockstep.Task):
 UNLIKE = {
     "weights": {"at": "lockstep.training.start.build:build_model", "do": "perturb"},
     "configuration": {"at": "lockstep.config.cli:flatten", "do": "result", "value": {"lr": 1.0}},
-    "lockstep's code": {"at": "lockstep.guards.startup:_code", "do": "result", "value": "other"},
+    "lockstep's code": {"at": "lockstep.guards.startup:program", "do": "result", "value": {"lockstep's code": "other"}},
     "samples": {"at": "lockstep.training.start.datasets:_count", "do": "result", "value": 500},
 }
 

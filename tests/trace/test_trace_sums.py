@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from lockstep.trace.record.names import WHOLE
-from lockstep.trace.record.samples import Batch, outcomes, outputs
-from lockstep.trace.record.samples import digest as digested_together
+from lockstep.trace.record.samples import Batch, digest_batch, outcomes, outputs
 from lockstep.trace.record.sums import SKETCH, WIDTH, ElementPlaces, sum_pieces
 
 
 def digested(data):
-    return digested_together(Batch(data))
+    return digest_batch(Batch(data))
 
 
 def numbers(rows):
@@ -123,7 +122,7 @@ def test_batches_of_many_kinds_are_cut():
     pictures = torch.rand(3, 3, 90, 90)
     batch = Batch((pictures, torch.arange(3), ["a", "b", "c"]))
     assert batch.size == 3
-    samples = digested_together(batch).samples
+    samples = digest_batch(batch).samples
     assert len(set(samples.tolist())) == 3
     assert digested((pictures[1:2], torch.tensor([1]), ["b"])).samples == samples[1]
     assert digested((pictures[1:2], torch.tensor([1]), ["x"])).samples != samples[1]

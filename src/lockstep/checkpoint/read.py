@@ -381,11 +381,7 @@ def open_tensors(path: Path) -> Iterator[FullTensors]:
 
 def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
     """Return the names of averaged weights. Raises CheckpointError if there are none."""
-    names = []
-    for name in all_names:
-        if name.startswith(AVERAGE):
-            names.append(name)
-    names.sort()
+    names = sorted(name for name in all_names if name.startswith(AVERAGE))
     if not names:
         raise CheckpointError(
             f"the checkpoint {printable(path.name)} has no averaged weights, since its run had no --optim.ema; "
@@ -416,11 +412,7 @@ def fingerprint(path: Path, prefix: str = "model/") -> str:
         CheckpointError: damaged, or without such tensors.
     """
     with open_tensors(path) as tensors:
-        names = []
-        for name in tensors.contents:
-            if name.startswith(prefix):
-                names.append(name)
-        names.sort()
+        names = sorted(name for name in tensors.contents if name.startswith(prefix))
         if not names:
             raise CheckpointError(
                 f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}"

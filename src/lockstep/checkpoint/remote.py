@@ -271,11 +271,7 @@ class RemoteRun:
             self.put(path / each, f"{name}/{each}")
         wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
         if (there := self._sizes(name)) != wanted:
-            wrong = []
-            for each in wanted | there:
-                if wanted.get(each) != there.get(each):
-                    wrong.append(each)
-            wrong.sort()
+            wrong = sorted(each for each in wanted | there if wanted.get(each) != there.get(each))
             raise self._error(f"{name}/{wrong[0]} has {there.get(wrong[0])} bytes there, {wanted.get(wrong[0])} here")
         self.write(f"{name}/{MANIFEST}", content)
         return manifest.size
@@ -350,11 +346,7 @@ class RemoteRun:
         there = self._sizes(name)
         self.discard_files([f"{name}/{file_name}" for file_name in sorted(there.keys() - manifest.files.keys())])
         wanted = _sizes_of(manifest)
-        wrong = []
-        for file_name in wanted:
-            if wanted[file_name] != there.get(file_name):
-                wrong.append(file_name)
-        wrong.sort()
+        wrong = sorted(file_name for file_name in wanted if wanted[file_name] != there.get(file_name))
         if not wrong:
             self.write(f"{name}/{MANIFEST}", manifest.dump())
         self.discard_files([f"{notes}/{file_name}" for file_name in self._sizes(notes)])

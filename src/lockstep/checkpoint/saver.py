@@ -163,11 +163,7 @@ class Saver:
         else:
             report = None
         # The ranks count failed saves together, so that all of them end, or none.
-        problems = []
-        for problem in self._world.gather(report):
-            if problem:
-                problems.append(problem)
-        problems.sort()
+        problems = sorted(filter(None, self._world.gather(report)))
         self.blocked += time.perf_counter() - began
         self._failures = self._failures + 1 if problems else 0
         if problems and (last or self._failures >= self._limit):

@@ -274,11 +274,7 @@ class Uploader:
         local = set(list_steps(self._folder))
         there = self._there | self._uploaded.keys()
         kept = self._select_kept(local | there, self._is_marked_here)
-        steps = []
-        for step in local & kept:
-            if not self._is_uploaded(step):
-                steps.append(step)
-        steps.sort()
+        steps = sorted(step for step in local & kept if not self._is_uploaded(step))
         if not steps and not self._lost and self._has_records:
             return ""
         if there:

@@ -86,11 +86,7 @@ NO_NORMS = GradientNorms("off", 1)
 def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str]:
     """Map each trained parameter to the path of its block, else of its top-level module."""
     inside = set(blocks)
-    paths = []
-    for path, module in model.named_modules():
-        if module in inside:
-            paths.append(path)
-    paths.sort(key=len, reverse=True)
+    paths = sorted((path for path, module in model.named_modules() if module in inside), key=len, reverse=True)
     layers: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

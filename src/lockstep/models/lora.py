@@ -235,11 +235,7 @@ def _lasts(names: Iterable[str]) -> list[str]:
 
 
 def _find_reached(names: Iterable[str], pattern: str) -> list[str]:
-    matches = []
-    for name in names:
-        if name and reaches(pattern, name):
-            matches.append(name)
-    return matches
+    return [name for name in names if name and reaches(pattern, name)]
 
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:

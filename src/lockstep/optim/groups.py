@@ -187,7 +187,7 @@ def groups(
         buckets.setdefault((parameter in separate, not decays, decay, rate), []).append((name, parameter))
     if not buckets:
         raise ConfigError("--model-name: no parameter of the model has requires_grad=True; unfreeze the ones to train")
-    groups = []
+    param_groups = []
     for (is_separate, _, decay, rate), members in sorted(buckets.items(), key=lambda item: item[0][:2]):
         group: dict[str, Any] = {
             "params": [parameter for _, parameter in members],
@@ -197,8 +197,8 @@ def groups(
         # At the base rate a group takes the optimizer's default.
         if rate != (separate_lr if is_separate else lr):
             group["lr"] = rate
-        groups.append(group)
-    return groups
+        param_groups.append(group)
+    return param_groups
 
 
 def embeddings(model: nn.Module) -> set[torch.Tensor]:

@@ -101,11 +101,7 @@ def list_runs(folder: Path) -> list[RunRow]:
     if _is_run(folder):
         return [_read_run(folder.resolve())]
     try:
-        inside = []
-        for path in folder.iterdir():
-            if not path.name.startswith(".") and path.is_dir():
-                inside.append(path)
-        inside.sort()
+        inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
     except OSError as error:
         name = printable(str(folder))
         raise ConfigError(f"{name}: {error.strerror or error}; give the folder of train --save-dir") from error

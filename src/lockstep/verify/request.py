@@ -464,19 +464,12 @@ class VerifyTable:
     @property
     def ok(self) -> bool:
         """Whether every combination that ran agrees."""
-        ran = []
-        for row in self.rows:
-            if row.verdict != "unavailable":
-                ran.append(row)
+        ran = [row for row in self.rows if row.verdict != "unavailable"]
         return self.difference is None and bool(ran) and all(row.ok for row in ran)
 
     @property
     def unavailable(self) -> list[TableRow]:
-        rows = []
-        for row in self.rows:
-            if row.verdict == "unavailable":
-                rows.append(row)
-        return rows
+        return [row for row in self.rows if row.verdict == "unavailable"]
 
     def __str__(self) -> str:
         width = max((len(str(row.combination)) for row in self.rows), default=0)

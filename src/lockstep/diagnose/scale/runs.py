@@ -501,10 +501,7 @@ def existing(paths: Sequence[Path]) -> Existing:
     Raises:
         ConfigError: no run's folder, one without records, or runs that differ in more than the ranks.
     """
-    runs = []
-    for path in paths:
-        runs.append(_read_run(path))
-    runs.sort(key=lambda run: run.setting)
+    runs = sorted(map(_read_run, paths), key=lambda run: run.setting)
     sizes = tuple(sorted({run.setting.ranks for run in runs}))
     if len(sizes) < 2:
         raise ConfigError(

@@ -136,10 +136,10 @@ class ExactNorm:
         shapes = [gradient.shape for gradient in gradients]
         wholes = gather_rows(local_shards, shapes, owners, self._world.group)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
-        gradients = []
+        whole_gradients = []
         for tensor, gradient in zip(wholes, sources, strict=True):
-            gradients.append(tensor.to(gradient.dtype))
-        return gradients
+            whole_gradients.append(tensor.to(gradient.dtype))
+        return whole_gradients
 
 
 class ExactReduceScatter:

@@ -498,11 +498,7 @@ def _records(spot: Spot) -> dict[int, dict[str, Any]]:
 
 def _clips(record: dict[str, Any]) -> list[list[Any]]:
     """Return the clip events of a step: [when, "clip", which, limit, [norm]]."""
-    events = []
-    for event in record["ev"]:
-        if event[1] == "clip":
-            events.append(event)
-    return events
+    return [event for event in record["ev"] if event[1] == "clip"]
 
 
 def _clipped_scaled(step: StepPair) -> TraceFinding | None:

@@ -1,7 +1,7 @@
 """Digest batches sample by sample, and the model's outputs.
 
 batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, batch.leaves
-digests = digest(batch)                               # digests.samples int64 [size], digests.leaves, ...
+digests = digest_batch(batch)                         # digests.samples int64 [size], digests.leaves, ...
 
 A batch is split along the first dimension, of the size that most of its tensors share. Padding does not change a
 digest: zeros and -100 add nothing, and with an `attention_mask` only unmasked elements count, by their position among
@@ -24,7 +24,7 @@ from lockstep.trace.record.sums import mix
 __all__ = [
     "Batch",
     "SampleDigests",
-    "digest",
+    "digest_batch",
     "lengths",
     "outcomes",
     "outputs",
@@ -110,7 +110,7 @@ def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield path, data
 
 
-def digest(batch: Batch) -> SampleDigests:
+def digest_batch(batch: Batch) -> SampleDigests:
     """Digest a batch sample by sample."""
     values = [value for _, value in batch.leaves]
     mask = values[batch.mask] if batch.mask >= 0 else None

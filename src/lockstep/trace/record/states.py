@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lockstep.trace.record.journal import Journal, quiet
 from lockstep.trace.record.names import WHOLE, Entry, Names, is_wrapper, piece
-from lockstep.trace.record.samples import Batch, digest, lengths, outcomes, outputs, trained_output
+from lockstep.trace.record.samples import Batch, digest_batch, lengths, outcomes, outputs, trained_output
 from lockstep.trace.record.sums import sum_pieces
 
 __all__ = [
@@ -169,7 +169,7 @@ class PassRecorder:
             record["cn"] = batch.names
         if batch.width:
             record["p"] = batch.width
-        digests = digest(batch)
+        digests = digest_batch(batch)
         for name, tensor, form in (
             ("s", digests.samples, "bytes"),
             ("leaf", digests.leaves, "bytes"),

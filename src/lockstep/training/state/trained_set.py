@@ -55,11 +55,7 @@ def restore_initial_set(model: nn.Module, state: RunState) -> list[str]:
         if parameter.requires_grad:
             default.add(name)
     set_trained(model, {*trained.made})
-    names = []
-    for name in trained.made:
-        if name not in default:
-            names.append(name)
-    return names
+    return [name for name in trained.made if name not in default]
 
 
 def check_in_optimizer(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:

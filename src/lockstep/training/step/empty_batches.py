@@ -3,9 +3,9 @@
     check = EmptyBatchCheck(built, seed)
     check(step, batch)          # raises DataError if such a batch has a loss or a gradient
 
-A mean over no items is 0 / 0, so another micro-batch is computed in its place with weight 0 (`Batches.trained`). That
-is wrong for a loss that `count` does not describe: a focal loss divided by at least one positive still trains on the
-negatives.
+A mean over no items is 0 / 0, so another micro-batch is computed in its place with weight 0
+(`Batches.replace_empty`). That is wrong for a loss that `count` does not describe: a focal loss divided by at least one
+positive still trains on the negatives.
 """
 
 import math

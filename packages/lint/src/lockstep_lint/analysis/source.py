@@ -170,17 +170,17 @@ def read(path: str) -> Source:
     try:
         size = Path(path).stat().st_size
         if size > limit:
-            return _make_unchecked(path, f"{size} bytes is more than the {limit} that are checked: split or exclude it")
+            return _refuse(path, f"{size} bytes is more than the {limit} that are checked: split or exclude it")
         data = Path(path).read_bytes()
     except OSError as error:
-        return _make_unchecked(path, f"cannot be read: {error.strerror}")
+        return _refuse(path, f"cannot be read: {error.strerror}")
     if path.endswith(".ipynb"):
         return notebook(path, data)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return parse(path, data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n"))
     except (SyntaxError, UnicodeDecodeError, LookupError):
-        return _make_unchecked(path, "is not Python text: exclude it, or save it as UTF-8")
+        return _refuse(path, "is not Python text: exclude it, or save it as UTF-8")
 
 
 def notebook(path: str, data: bytes) -> Source:
@@ -188,11 +188,9 @@ def notebook(path: str, data: bytes) -> Source:
     try:
         book = cells_of(data)
     except ValueError:
-        return _make_unchecked(path, "is not a notebook: exclude it")
+        return _refuse(path, "is not a notebook: exclude it")
     if len(book.text) > MAX_BYTES:
-        return _make_unchecked(
-            path, f"its code is longer than the {MAX_BYTES} bytes that are checked: split or exclude it"
-        )
+        return _refuse(path, f"its code is longer than the {MAX_BYTES} bytes that are checked: split or exclude it")
     source = parse(path, book.text, FLAGS)
     broken = tuple(Problem(line, f"this cell does not parse: {message}") for line, message in book.broken)
     return replace(source, cells=book.cells, broken=broken)
@@ -211,5 +209,5 @@ def parse(path: str, text: str, flags: int = ast.PyCF_ONLY_AST) -> Source:
         return Source(path, text, None, Problem(1, "is not Python text: exclude it"), lines)
 
 
-def _make_unchecked(path: str, message: str) -> Source:
+def _refuse(path: str, message: str) -> Source:
     return Source(path, problem=Problem(1, message))

@@ -294,12 +294,10 @@ def _evaluate_call(view: View, call: ast.Call, path: tuple[int, ...], scope: Sco
         return COMPUTED.detached()
     if runs_model(view, call, scope):
         return _evaluate_output(call, scope, COMPUTED)
-    return _evaluate_loss(view, call, method if target is None else None, scope, calls, depth)
+    return _of_loss(view, call, method if target is None else None, scope, calls, depth)
 
 
-def _evaluate_loss(
-    view: View, call: ast.Call, method: ast.expr | None, scope: Scope, calls: Calls, depth: int
-) -> Value:
+def _of_loss(view: View, call: ast.Call, method: ast.expr | None, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of what a loss computes, or a method of a value."""
     name = last(call)
     if LOSSES.search(name) and call.args and not name[:1].isupper():

@@ -86,8 +86,7 @@ def pins(module: Module) -> bool:
     if "pin_mem" not in module.text.lower():
         return False
     return any(
-        isinstance(name, str) and PIN.search(name) and is_on(resolve_name(module, value))
-        for name, value in settings(module)
+        isinstance(name, str) and PIN.search(name) and is_on(resolve(module, value)) for name, value in settings(module)
     )
 
 
@@ -113,7 +112,7 @@ def settings(module: Module) -> Iterator[tuple[object, ast.expr | None]]:
             yield from ((a.arg, value) for a, value in zip(args.kwonlyargs, args.kw_defaults, strict=True))
 
 
-def resolve_name(module: Module, value: ast.expr | None) -> ast.expr | None:
+def resolve(module: Module, value: ast.expr | None) -> ast.expr | None:
     """Return the one value of a name of the file's top level, else the expression."""
     binds = module.top.binds.get(value.id, []) if isinstance(value, ast.Name) else []
     return binds[0].value if len(binds) == 1 and binds[0].how == "assign" else value

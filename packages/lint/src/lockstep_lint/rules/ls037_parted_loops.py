@@ -154,7 +154,7 @@ def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
         rest = [stmt for stmt in stmts if stmt not in lone and not sets_constant(stmt)]
         if isinstance(node, ast.Attribute) and not stmts and set_alone(view, node, scope):
             return key or node.attr
-        if key and lone and not rest and not is_sent(scope, key.split(".")[0], lone[-1].lineno, test.lineno):
+        if key and lone and not rest and not is_sent(scope, key.split(".")[0], lone[-1], test.lineno):
             return key
     return ""
 
@@ -174,9 +174,9 @@ def sets_constant(stmt: ast.stmt) -> bool:
     return isinstance(stmt, ast.Assign | ast.AnnAssign) and isinstance(stmt.value, ast.Constant)
 
 
-def is_sent(scope: Scope, name: str, start: int, end: int) -> bool:
-    """Check whether a call between two lines may send a value to all ranks."""
-    return any(start <= site.line <= end and TELLS.search(site.name) for site in scope.sites) or any(
+def is_sent(scope: Scope, name: str, start: ast.stmt, end: int) -> bool:
+    """Check whether a call from a statement to a line may send a value to all ranks."""
+    return any(start.lineno <= site.line <= end and TELLS.search(site.name) for site in scope.sites) or any(
         TELLS.search(last(b.value)) for b in scope.binds.get(name, []) if isinstance(b.value, ast.Call)
     )
 
@@ -191,12 +191,7 @@ def set_by_one(view: View, loop: Loop, header: ast.expr, scope: Scope) -> str:
         lone = [b for b in binds if sides[b] == 1 and not (isinstance(b.value, ast.Call) and mentions(b.value, name))]
         starts = [b for b in binds if lone and sets_constant(b.stmt) and b.stmt.lineno < lone[0].stmt.lineno]
         rest = [b for b in binds if sides[b] == 0 and b not in starts]
-        if (
-            lone
-            and not rest
-            and -1 not in sides.values()
-            and not is_sent(scope, name, lone[0].stmt.lineno, loop.lineno)
-        ):
+        if lone and not rest and -1 not in sides.values() and not is_sent(scope, name, lone[0].stmt, loop.lineno):
             return name
     return ""
 
