@@ -192,7 +192,10 @@ def _tools(value: Any, flag: str) -> tuple[Row, ...]:
         else:
             tools = value or []
     except ValueError as error:
-        raise DataError(f"{flag}: 'tools' is text that is no JSON ({error})") from error
+        raise DataError(
+            f"{flag}: 'tools' is text that is no JSON ({error}); give a list of JSON schemas of functions, or remove "
+            "the column"
+        ) from error
     if not _are_objects(tools):
         raise DataError(f"{flag}: 'tools' must be a list of JSON schemas of functions, or its JSON text")
     return tuple(_present(tools))
