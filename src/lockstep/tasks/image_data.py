@@ -185,6 +185,11 @@ def open_images(config: Config, say: Say) -> ImageData:
     check_pillow(f"--dataset-name {name}")
     if is_hub_name(name) or table_files(name):
         return _table(config, say)
+    # Before `open_folder`, whose message serves `lockstep.image_folder` too.
+    if not Path(name).expanduser().is_dir():
+        raise DataError(
+            f"--dataset-name {name}: no such folder; name one with a folder of images for each class, or {DIGITS}"
+        )
     return open_folder(name, config.data.evaluation, FoundFiles(f"--dataset-name {name}"), config.data.skip, say)
 
 
