@@ -627,7 +627,8 @@ def _one_line_errors(request: DataRequest) -> Iterator[None]:
             reason = error.__cause__
         else:
             reason = error
-        message = " ".join(str(reason).split())
+        # The error of an empty file has no message.
+        message = " ".join(str(reason).split()) or f"{type(reason).__name__}, as for an empty file"
         if is_hub_name(name) and isinstance(error, ConnectionError):
             text = f"no such file or folder, not in HF_HOME, and the hub is unreachable; {_way_out(request)}"
         else:
