@@ -463,6 +463,9 @@ def test_flags_left_by_an_own_parser_count_as_typed(monkeypatch, capsys):
 def test_a_notebooks_kernel_has_arguments_of_its_own(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/lib/ipykernel_launcher.py", "-f", "/run/kernel-1.json"])
     assert Config.from_args(lr=0.5) == Config(lr=0.5)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with refuses(ConfigError, "batch_size", 0):  # and the kernel goes on
+        Config.from_args(batch_size=0)
 
 
 @pytest.mark.parametrize("words", [["--model-name", "m"], ["--task", "images"], ["--data.split", "train"]])

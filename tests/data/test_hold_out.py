@@ -30,8 +30,8 @@ def test_the_split_is_of_its_own_seed_and_not_of_the_generators():
 
 
 def test_what_cannot_be_split():
-    for share in (0, 1, 1.5):
-        with refuses(ConfigError, "share", str(share)):
+    for share in (0, 1, 1.5, "a tenth"):
+        with refuses(ConfigError, "share", repr(share)):
             lockstep.hold_out(ROWS, share)
     with refuses(DataError, "1 samples"):
         lockstep.hold_out([3])

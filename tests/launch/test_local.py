@@ -124,15 +124,20 @@ def test_ctrl_c_saves_on_all_ranks(tmp_path):
     thread = threading.Thread(target=press, daemon=True)
     before = signal.getsignal(signal.SIGINT)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="saved after step"):
         lockstep.launch(train_long, 2, (str(tmp_path),))
     assert list(tmp_path.glob("long/checkpoints/step-*"))
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_launch_cannot_start_is_refused(monkeypatch):
-    with refuses(ConfigError, "processes", "0"):
-        lockstep.launch(fail, 0)
+    for processes in (0, "two", 1.5):
+        with refuses(ConfigError, "processes", repr(processes)):
+            lockstep.launch(fail, processes)
+    with refuses(ConfigError, "lockstep.launch", "type int", "the function itself"):
+        lockstep.launch(3)
+    with refuses(ConfigError, "args", "(0.1,)"):
+        lockstep.launch(fail, 2, 0.1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refuses(ConfigError, "lockstep.launch"):
         lockstep.launch(fail, 2)

@@ -67,6 +67,13 @@ def test_each_record_is_one_plain_line():
     assert "\r" not in text
 
 
+def test_a_run_that_stops_early_shows_its_plan():
+    values = {"global_step": 20, "running_loss": 1.0}
+    text = shown([record(20)], values, planned=400)
+    assert "step 20/100" in text
+    assert re.search(r"^steps +20 of 400$", text, re.MULTILINE)
+
+
 def test_time_left_is_without_the_start_and_first_evaluation(monkeypatch):
     """The first step takes 100 seconds, the first evaluation 50, every other step one."""
     now = [0.0]

@@ -19,7 +19,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep.config.schema import Config
-from lockstep.errors import ConfigError
+from lockstep.errors import SETTINGS, ConfigError
 from lockstep.logging import Sinks
 from lockstep.logging.csv_file import CsvFile
 from lockstep.logging.mlflow_run import MLflow
@@ -196,6 +196,15 @@ def test_missing_package_ends_it_before_writing(tmp_path, monkeypatch):
     assert remote_sinks(settings(tmp_path), tmp_path, 0, "ab12") == []
 
 
+def test_a_project_without_its_sink_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(SETTINGS, "typed", {"wandb_project": "mine"})
+    with refuses(ConfigError, "--wandb-project", "--wandb"):
+        check(settings(tmp_path, wandb_project="mine"))
+    # `verify` switches the sinks off.
+    monkeypatch.setattr(SETTINGS, "typed", {"wandb_project": "mine", "wandb": True})
+    check(settings(tmp_path, wandb_project="mine"))
+
+
 def test_wandb_without_a_key_ends_it_before_writing(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.chdir(tmp_path)
@@ -219,6 +228,11 @@ def test_wandb_without_a_key_ends_it_before_writing(tmp_path, monkeypatch):
     with monkeypatch.context() as set_here:
         set_here.setattr("wandb.run", object())
         check(config)
+    with monkeypatch.context() as set_here:
+        set_here.setattr("wandb.setup", lambda: int("mode 'sometimes'"))
+        set_here.setenv("WANDB_API_KEY", "k" * 40)
+        with refuses(ConfigError, "wandb", "mode 'sometimes'"):
+            check(config)
     logins = tmp_path / "logins"
     monkeypatch.setenv("NETRC", str(logins))
     for host, is_known in (("api.wandb.ai", False), ("tracker.example", True)):

@@ -76,18 +76,23 @@ def test_parts_of_the_folder_itself_come_first(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"split": "test"}, {"size": 0}, {"held_out": 1}, {"padding": -1}, {"std": (1, 0, 1)}, {"mean": (0.5,)}],
+    [
+        *({"split": "test"}, {"size": 0}, {"held_out": 1}, {"padding": -1}, {"mean": (0.5,)}, {"std": (1.0, 0.0, 1.0)}),
+        *({"size": "64"}, {"size": 16.5}, {"held_out": "half"}, {"padding": "8"}, {"mean": 0.5}, {"std": "abc"}),
+    ],
     ids=str,
 )
 def test_wrong_arguments_are_named(tmp_path, wrong):
     [(name, value)] = wrong.items()
-    with refuses(ConfigError, name, str(value)):
+    with refuses(ConfigError, name, repr(value)):
         lockstep.image_folder(tmp_path, **wrong)
 
 
 def test_wrong_folders_are_named(tmp_path):
-    with refuses(DataError, "lockstep.image_folder", "nowhere"):
+    with refuses(DataError, "lockstep.image_folder", "nowhere") as caught:
         lockstep.image_folder(tmp_path / "nowhere")
+    # That is a value of --dataset-name alone.
+    assert "builtin:digits" not in str(caught.value)
     write_images(tmp_path, classes=("circle",))
     with refuses(DataError, "circle"):
         lockstep.image_folder(tmp_path)
@@ -96,3 +101,10 @@ def test_wrong_folders_are_named(tmp_path):
     (tmp_path / "square" / "notes.txt").write_text("not an image")
     with refuses(DataError, "square/notes.txt"):
         lockstep.image_folder(tmp_path)
+
+
+def test_a_missing_folder_for_the_evaluation_is_named(tmp_path):
+    write_images(tmp_path / "shapes" / "train")
+    with refuses(DataError, "train/", "shapes/validation"):
+        lockstep.image_folder(tmp_path / "shapes")
+    assert len(lockstep.image_folder(tmp_path / "shapes" / "train")) == 19

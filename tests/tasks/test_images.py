@@ -209,7 +209,7 @@ def test_folders_that_are_no_data_are_one_line(tmp_path):
     refused("empty", "has neither folders nor images; put the images of each class into a folder")
     (tmp_path / "loose").mkdir()
     draw(0, 0).save(tmp_path / "loose" / "a.png")
-    refused("loose", "loose has 1 images")
+    refused("loose", "loose has 1 image outside")
     write_images(tmp_path / "one", 2, ("cat",))
     refused("one", "one has one class, 'cat'")
     write_images(tmp_path / "none", 0)

@@ -185,6 +185,12 @@ def test_tools_beside_messages_reach_the_template_or_are_said(tmp_path, chat):
         read({"messages": TALK, "tools": "add"})
 
 
+def test_an_empty_file_is_named(tmp_path, chat):
+    (tmp_path / "none.jsonl").touch()
+    with refuses(DataError, "none.jsonl", "an empty file"):
+        corpus(tmp_path / "none.jsonl", chat(PLAIN), packing="padded", seq_len=400)
+
+
 def test_chats_of_sharegpt_are_read_as_messages(tmp_path, chat):
     turns = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TALK]
     path = hub_files.write_jsonl(tmp_path / "s.jsonl", [{"id": "a", "conversations": turns}] * 20)

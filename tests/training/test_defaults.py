@@ -486,7 +486,7 @@ class InLists(Normed):
         return BatchSampler(range(samples), 4, drop_last=False)
 
 
-def test_the_samples_of_a_batch_sampler_s_lists_count_for_batchnorm(tmp_path):
+def test_batchnorm_counts_the_samples_of_lists(tmp_path):
     sizes = {"batch_size": 2, "micro_batch_size": Config().micro_batch_size, "max_steps": 2}
     go(None, settings(tmp_path, "r", **sizes), InLists(samples=40))
     (line,) = [line for line in log_of(tmp_path, "r").splitlines() if "BatchNorm" in line]

@@ -413,7 +413,7 @@ class Config:
 
         Args:
             argv: the flags. None: those of this process, in a notebook none; an error then prints one line and exits
-                with code 2 (under a launcher it is raised, which notes it), and `--help` exits with code 0. So do the
+                with code 2 (under a launcher and in a notebook it is raised), and `--help` exits with code 0. So do the
                 flags of this process that the script's own `parse_known_args` left.
             defaults: fields, as for the class; the flags and --config override them.
 
@@ -467,8 +467,9 @@ class Config:
         try:
             return cast(Self, parse(flags, script, defaults, own))
         except ConfigError as error:
-            # Under torchrun raise the error, so that torch's own error file gets its message.
-            if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # Under torchrun raise the error, so that torch's own error file gets its message. At a prompt and in a
+            # notebook an exit would be answered with advice on how to leave.
+            if "TORCHELASTIC_ERROR_FILE" in os.environ or hasattr(sys, "ps1"):
                 raise
             print(f"{script}: error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None

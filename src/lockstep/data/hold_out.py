@@ -3,6 +3,7 @@
 train, evaluation = lockstep.hold_out(dataset, 0.1)
 """
 
+from numbers import Real
 from typing import Any
 
 from torch.utils.data import Subset
@@ -31,8 +32,8 @@ def hold_out(dataset: Any, share: float = 0.1, *, seed: int = 0) -> tuple[Subset
         ConfigError: `share` is not between 0 and 1.
         DataError: the dataset has no index, or fewer than two samples.
     """
-    if not 0 < share < 1:
-        raise ConfigError(f"lockstep.hold_out: share is {share}: it must be above 0 and below 1, such as 0.1")
+    if not isinstance(share, Real) or not 0 < share < 1:
+        raise ConfigError(f"lockstep.hold_out: share is {share!r}: it must be above 0 and below 1, such as 0.1")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"lockstep.hold_out: {type(dataset).__name__} has no len() or no index; give the dataset of a DataLoader, "

@@ -33,12 +33,12 @@ class _FunctionEnd(NamedTuple):
 
     Attributes:
         result: what it returned, pickled, because memory that is shared would end with the rank.
-        interrupted: it ended with Ctrl-C.
+        interrupted: the message of the Ctrl-C that ended it; None: another end.
         exits: it called `sys.exit`, with `code`.
     """
 
     result: bytes = b""
-    interrupted: bool = False
+    interrupted: str | None = None
     exits: bool = False
     code: Any = None
 
@@ -68,8 +68,16 @@ def launch(function: Callable[..., Any], processes: int, args: tuple[Any, ...]) 
             "lockstep.launch starts processes itself, and this one was started by a launcher: call the function "
             "directly, or start the script with python"
         )
-    if processes < 1:
-        raise ConfigError(f"lockstep.launch: processes is {processes}: it must be at least 1")
+    # `launch(train())` is a common slip.
+    if not callable(function):
+        raise ConfigError(
+            f"lockstep.launch: the function is of the type {type(function).__name__}: pass the function itself, not "
+            "what it returns: lockstep.launch(train, processes=2)"
+        )
+    if not isinstance(processes, int) or processes < 1:
+        raise ConfigError(f"lockstep.launch: processes is {processes!r}: it must be a whole number of at least 1")
+    if not isinstance(args, (tuple, list)):
+        raise ConfigError(f"lockstep.launch: args is {args!r}: it must be a tuple, such as ({args!r},)")
     caller = _Caller(
         max(1, cores() // processes),
         {**rank_variables(processes, "", exact=False), **os.environ},
@@ -80,8 +88,9 @@ def launch(function: Callable[..., Any], processes: int, args: tuple[Any, ...]) 
     with tempfile.TemporaryDirectory() as folder, _shown(Path(folder, f"rank-{processes}-0.log")):
         outcomes = _start(processes, (caller, function, args), Path(folder))
     # The ranks have saved what they trained, so the caller ends as it would have without them.
-    if any(outcome.interrupted for outcome in outcomes):
-        raise KeyboardInterrupt
+    for outcome in outcomes:
+        if outcome.interrupted is not None:
+            raise KeyboardInterrupt(outcome.interrupted)
     for outcome in outcomes:
         if outcome.exits:
             raise SystemExit(outcome.code)
@@ -126,8 +135,8 @@ def _call(caller: _Caller, function: Callable[..., Any], args: tuple[Any, ...]) 
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         return _FunctionEnd(spawn.dump_result(function(*args)))
-    except KeyboardInterrupt:
-        return _FunctionEnd(interrupted=True)
+    except KeyboardInterrupt as end:
+        return _FunctionEnd(interrupted=str(end))
     except SystemExit as end:
         return _FunctionEnd(exits=True, code=end.code)
     finally:

@@ -318,6 +318,7 @@ class Console:
         earlier: records from before `start`, for the curve.
         stream: where to write; None: standard output.
         interactive: redraw in place; None: if the stream is a terminal that can.
+        planned: the last step of the plan, which the summary shows; None: `steps`.
     """
 
     def __init__(
@@ -328,8 +329,11 @@ class Console:
         earlier: Iterable[Mapping[str, Any]] = (),
         stream: TextIO | None = None,
         interactive: bool | None = None,
+        planned: int | None = None,
     ) -> None:
         self._steps = steps
+        # With --stop-at the bar ends there, and the run does not.
+        self._planned = steps if planned is None else planned
         self._start = start
         self._step = start
         # When the latest step ended, and whether an evaluation has.
@@ -464,7 +468,7 @@ class Console:
         if "running_loss" in summary and "global_step" in summary:
             # Steps after the last record.
             self._losses.append((float(summary["global_step"]), float(summary["running_loss"])))
-        rows = summary_rows(values, self._steps, self._items)
+        rows = summary_rows(values, self._planned, self._items)
         margin = max((len(name) for name, _ in rows), default=0)
         self._page.line("")
         for name, value in rows:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from lockstep.config.schema import Config
 from lockstep.config.secrets import environment_snapshot, is_secret_name, mask
-from lockstep.errors import ConfigError
+from lockstep.errors import SETTINGS, ConfigError
 from lockstep.extras import install_extra
 from lockstep.logging import Sink
 from lockstep.logging.csv_file import CsvFile
@@ -166,8 +166,11 @@ def check(config: Config, *, is_main: bool = True) -> None:
         is_main: this rank opens the sinks.
 
     Raises:
-        ConfigError: a package that a flag needs is missing, which names the extra; or the key of W&B is.
+        ConfigError: a package that a flag needs is missing, which names the extra; or the key of W&B is, or W&B rejects
+            its settings; or a project is named for a sink that is off.
     """
+    if "wandb_project" in SETTINGS.typed and not (config.wandb or "wandb" in SETTINGS.typed):
+        raise ConfigError("--wandb-project has no effect without --wandb: add --wandb, or leave it out")
     for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb), ("mlflow", config.mlflow)):
         if enabled and find_spec(name) is None:
             raise ConfigError(f"--{name} needs {name}: {install_extra(name)}")
@@ -183,10 +186,20 @@ def _has_wandb_key() -> bool:
     """Whether W&B needs no key, or has one in the environment, its settings or a netrc file."""
     import wandb
 
-    names = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
-    if wandb.run is not None or any(map(os.environ.get, names)):
+    if wandb.run is not None:
         return True
-    settings = wandb.setup().settings
+    try:
+        settings = wandb.setup().settings
+    except Exception as error:
+        # The package may raise anything; a value such as a key is masked.
+        reason = mask(" ".join(str(error).split()))[:200]
+        raise ConfigError(
+            f"--wandb: the package wandb rejects its settings ({reason}): correct or unset the variable WANDB_... of "
+            "that name, or the line in wandb/settings"
+        ) from error
+    names = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
+    if any(map(os.environ.get, names)):
+        return True
     # W&B reads the environment once in a process.
     modes = {os.environ.get("WANDB_MODE", ""), str(settings.mode)}
     if modes & {"offline", "disabled", "dryrun"} or settings.api_key:

@@ -185,6 +185,11 @@ def open_images(config: Config, say: Say) -> ImageData:
     check_pillow(f"--dataset-name {name}")
     if is_hub_name(name) or table_files(name):
         return _table(config, say)
+    # Before `open_folder`, whose message serves `lockstep.image_folder` too.
+    if not Path(name).expanduser().is_dir():
+        raise DataError(
+            f"--dataset-name {name}: no such folder; name one with a folder of images for each class, or {DIGITS}"
+        )
     return open_folder(name, config.data.evaluation, FoundFiles(f"--dataset-name {name}"), config.data.skip, say)
 
 
@@ -240,7 +245,7 @@ def open_folder(name: str | PathLike[str], fraction: float, tally: FoundFiles, s
     root = Path(name).expanduser()
     flag = tally.label
     if not root.is_dir():
-        raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
+        raise DataError(f"{flag}: no such folder; name one with a folder of images for each class")
     evaluation_part = ""
     for split in _EVALUATION:
         if (root / "train").is_dir() and (root / split).is_dir():
@@ -324,10 +329,16 @@ def _classes(root: Path, flag: str) -> list[str]:
             loose.append(path)
     if not names:
         if loose:
-            content = f"{len(loose)} images outside any folder"
+            content = f"{len(loose)} image{'s' * (len(loose) != 1)} outside any folder"
         else:
             content = "neither folders nor images"
         raise DataError(f"{flag}: {root} has {content}; put the images of each class into a folder named after it")
+    # A folder of splits that lacks one looks like a folder of one class.
+    if names == ["train"]:
+        raise DataError(
+            f"{flag}: {root} has train/ and no folder for the evaluation; add {root}/validation (or val, test), or "
+            f"name {root}/train, of which a share is held out"
+        )
     if len(names) == 1:
         raise DataError(f"{flag}: {root} has one class, '{names[0]}'; classification needs at least two")
     return names

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import final
 
 import torch
@@ -161,18 +162,17 @@ def image_folder(
     """
     label = f"lockstep.image_folder {os.fspath(path)}"
     _check_arguments(split, size, held_out, padding)
-    if len(mean) != 3 or len(std) != 3 or not all(std):
-        raise ConfigError(
-            f"lockstep.image_folder: mean is {tuple(mean)} and std {tuple(std)}: each must have three values, "
-            "and std no 0"
-        )
+    mean = _channel_values("mean", mean)
+    std = _channel_values("std", std)
+    if not all(std):
+        raise ConfigError(f"lockstep.image_folder: std is {std}: it divides the values, so none may be 0")
     # Before the folder is searched, which may take minutes.
     check_pillow(label)
     training = split == "train"
     # The first call reports the files that are left out.
     data = open_folder(path, held_out, FoundFiles(label, flag=""), LIMIT, _LOG.info if training else _LOG.debug)
     how = ImageTransform(
-        *(size, 3, tuple(mean), tuple(std)),
+        *(size, 3, mean, std),
         default_padding(size) if padding is None else padding,
         flip,
         torch.float32,
@@ -181,11 +181,25 @@ def image_folder(
 
 
 def _check_arguments(split: str, size: int, held_out: float, padding: int | None) -> None:
+    # A size that is no integer would be reported as a fault of the first image.
     if split not in ("train", "evaluation"):
         raise ConfigError(f"lockstep.image_folder: split is {split!r}: it must be 'train' or 'evaluation'")
-    if size < 1:
-        raise ConfigError(f"lockstep.image_folder: size is {size}: it must be at least 1")
-    if not 0 < held_out < 1:
-        raise ConfigError(f"lockstep.image_folder: held_out is {held_out}: it must be above 0 and below 1")
-    if padding is not None and padding < 0:
-        raise ConfigError(f"lockstep.image_folder: padding is {padding}: it must be 0 or more")
+    if not isinstance(size, Integral) or size < 1:
+        raise ConfigError(f"lockstep.image_folder: size is {size!r}: it must be a whole number of at least 1")
+    if not isinstance(held_out, Real) or not 0 < held_out < 1:
+        raise ConfigError(f"lockstep.image_folder: held_out is {held_out!r}: it must be above 0 and below 1")
+    if padding is not None and (not isinstance(padding, Integral) or padding < 0):
+        raise ConfigError(f"lockstep.image_folder: padding is {padding!r}: it must be a whole number of at least 0")
+
+
+def _channel_values(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """Return `values` as three floats; a single number or strings raise ConfigError."""
+    try:
+        numbers = tuple(map(float, values))
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) != 3:
+        raise ConfigError(
+            f"lockstep.image_folder: {name} is {values!r}: it must be three numbers, for red, green and blue"
+        )
+    return numbers

@@ -192,7 +192,10 @@ def _tools(value: Any, flag: str) -> tuple[Row, ...]:
         else:
             tools = value or []
     except ValueError as error:
-        raise DataError(f"{flag}: 'tools' is text that is no JSON ({error})") from error
+        raise DataError(
+            f"{flag}: 'tools' is text that is no JSON ({error}); give a list of JSON schemas of functions, or remove "
+            "the column"
+        ) from error
     if not _are_objects(tools):
         raise DataError(f"{flag}: 'tools' must be a list of JSON schemas of functions, or its JSON text")
     return tuple(_present(tools))
@@ -624,7 +627,8 @@ def _one_line_errors(request: DataRequest) -> Iterator[None]:
             reason = error.__cause__
         else:
             reason = error
-        message = " ".join(str(reason).split())
+        # The error of an empty file has no message.
+        message = " ".join(str(reason).split()) or f"{type(reason).__name__}, as for an empty file"
         if is_hub_name(name) and isinstance(error, ConnectionError):
             text = f"no such file or folder, not in HF_HOME, and the hub is unreachable; {_way_out(request)}"
         else:

@@ -105,7 +105,9 @@ def _make_sinks(built: RunParts) -> Sinks:
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start, run_id, evaluated=evaluated)
-    sinks = Sinks([metrics, Console(built.last_step, built.start, built.task.item_name, earlier), *remote])
+    planned = built.run_plan.step_plan.steps
+    console = Console(built.last_step, built.start, built.task.item_name, earlier, planned=planned)
+    sinks = Sinks([metrics, console, *remote])
     sinks.start(_run_metadata(built))
     sinks.best(abbreviate_best(built.state.selection.best))
     return sinks
