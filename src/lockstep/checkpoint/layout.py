@@ -67,7 +67,7 @@ class TensorBox:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A part of the tensor `name` of global `shape`: this rank's `local`, at `offsets`; number `part` of its parts."""
+    """A part of the tensor `name` of global `shape`: this rank's `local`, at `offsets`; its `part`-th, from 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -130,10 +130,10 @@ def block_of(tensor: torch.Tensor) -> TensorBox | None:
 
 
 def boxes_of(tensor: torch.Tensor) -> list[TensorBox]:
-    """Return the parts of the full tensor that this rank holds, in the order of its shard's rows.
+    """Return the parts of the full tensor that this rank holds.
 
     One; none of a DTensor whose mesh does not contain this rank; several of a packed one, as of joined weights for
-    queries, keys and values, each cut over the ranks.
+    queries, keys and values, each cut over the ranks. They are in the order of the shard's rows.
 
     Raises:
         CheckpointError: a placement that is neither Shard nor Replicate.
@@ -156,7 +156,9 @@ def boxes_of(tensor: torch.Tensor) -> list[TensorBox]:
 
 
 def parts_of(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[TensorBox, torch.Tensor]]:
-    """Return the parts of the full tensor that this rank holds, each with its values, which share their memory.
+    """Return the parts of the full tensor that this rank holds, with their values.
+
+    The values share the shard's memory.
 
     Args:
         name: for messages.
@@ -168,7 +170,7 @@ def parts_of(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[TensorB
     local = local_of(tensor)
     if len(boxes) == 1 and boxes[0].shape == tuple(local.shape):
         return [(boxes[0], local)]
-    # In each dimension, where the rows of the full tensor begin in the shard.
+    # In each dimension, where each part's rows begin in the shard.
     places: list[dict[int, int]] = []
     shape = []
     for dim in range(local.dim()):
@@ -179,7 +181,7 @@ def parts_of(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[TensorB
             end += count
         places.append(rows)
         shape.append(end)
-    # torch's placements cannot describe every uneven cut of a cut dimension.
+    # A mesh may cut a dimension several times in other orders, which matters only where the cuts are uneven.
     if boxes and tensor.numel() and shape != list(local.shape):
         raise CheckpointError(
             f"{name}: the shard on this rank has the shape {list(local.shape)}, and by its placements {shape}; cut "
@@ -227,9 +229,9 @@ def _cuts_of(placements: Sequence[Any], sizes: Sequence[int]) -> tuple[dict[int,
 
 
 def replicas_of(mesh: Any) -> torch.Tensor:
-    """Return the ranks of all replicas of a mesh: its own, and those of the other slices of the mesh of all ranks.
+    """Return the ranks of a mesh's replicas: of all slices like it.
 
-    The first holders of a tensor are in the first one.
+    A mesh that is no slice has one replica, itself. The first holders of a tensor are in the first one.
 
     Returns:
         int64 [replicas, *shape of the mesh].
