@@ -46,6 +46,7 @@ TABLE = [
     ("data", "text/*.py", "text/*.py training/test_hf_run.py"),
     ("engines", "engines/deepspeed/*.py", "engines/test_deepspeed*.py"),
     ("batchnorm", "engines/buffers.py", f"test_batchnorm*.py {WHOLE}"),
+    ("parallel", "parallel/*.py engines/mesh_norms.py models/hf_plan.py", "parallel/*.py"),
     ("engines", "engines/*.py engines/*/*.py", f"engines/test_*.py optim/*.py {WHOLE} {GUARDS}"),
     ("checkpoint", "checkpoint/export.py", "test_export.py"),
     ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),

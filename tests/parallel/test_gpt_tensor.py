@@ -1,7 +1,6 @@
 """The built-in GPT cut over 2 and 4 ranks against one process: gradients, weights, draws, messages, refusals."""
 
 import dataclasses
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from lockstep.distributed import collectives
 from lockstep.engines.mesh_norms import MeshNorm
 from lockstep.errors import ConfigError
-from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss
+from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss, summed_loss_of_part
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.parallel.activations import TensorGroup, enter
-from lockstep.parallel.layers import own_logits, vocabulary_cross_entropy
+from lockstep.parallel.activations import TensorGroup
+from lockstep.parallel.layers import VocabularyLinear, vocabulary_cross_entropy
 from lockstep.parallel.tensor import cut
 from lockstep.tensors import is_dtensor, local_of
 
@@ -45,11 +44,10 @@ class UntiedGPT(GPT):
 
 
 def _untied_ending(model, x, labels, chunk):
-    group = getattr(model.head, "tensor_group", None)
-    if group is None:
-        return summed_loss(model.head, model.norm(x), labels, chunk)
-    loss = partial(vocabulary_cross_entropy, group=group)
-    return summed_loss(partial(own_logits, model.head), enter(model.norm(x), group), labels, chunk, loss)
+    head = model.head
+    if isinstance(head, VocabularyLinear):
+        return summed_loss_of_part(head.own_logits, head.tensor_group, model.norm(x), labels, chunk)
+    return summed_loss(head, model.norm(x), labels, chunk)
 
 
 def make(dropout=0.0, tied=True):

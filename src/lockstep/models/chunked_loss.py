@@ -6,6 +6,7 @@ The logits of a chunk exist only while its loss or its gradient is computed.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["IGNORED", "Ending", "chunk_of", "summed_cross_entropy", "summed_loss"]
+from lockstep.parallel.activations import TensorGroup, enter
+from lockstep.parallel.layers import vocabulary_cross_entropy
+
+__all__ = ["IGNORED", "Ending", "chunk_of", "summed_cross_entropy", "summed_loss", "summed_loss_of_part"]
 
 
 # Label of a token that is not predicted; the default of F.cross_entropy.
@@ -77,6 +81,22 @@ def summed_loss(
     for further in losses[1:]:
         total = total + further
     return total
+
+
+def summed_loss_of_part(
+    own_logits: Callable[[Tensor], Tensor], group: TensorGroup, hidden: Tensor, labels: Tensor, chunk: int
+) -> Tensor:
+    """Return `summed_loss` where each rank has some columns of the logits. Collective.
+
+    Args:
+        own_logits: hidden states -> the logits of this rank's tokens.
+        group: the ranks that have the others.
+        hidden, labels, chunk: as in `summed_loss`.
+    """
+    # Entered once for all chunks: their gradients are added before the one exchange.
+    entered = enter(hidden, group)
+    loss = partial(vocabulary_cross_entropy, group=group, ignored=IGNORED)
+    return summed_loss(own_logits, entered, labels, chunk, loss)
 
 
 def chunk_of(setting: int, tokens: int, vocab_size: int) -> int:

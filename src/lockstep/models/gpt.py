@@ -10,7 +10,6 @@ tokens from this or another model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.models.chunked_loss import Ending, summed_loss
-from lockstep.parallel.activations import TensorGroup, attention_with_dropout, enter
-from lockstep.parallel.layers import VocabularyEmbedding, table_logits, vocabulary_cross_entropy
+from lockstep.models.chunked_loss import Ending, summed_loss, summed_loss_of_part
+from lockstep.parallel.activations import TensorGroup, attention_with_dropout
+from lockstep.parallel.layers import VocabularyEmbedding, table_logits
 from lockstep.transforms.precision import eager
 from lockstep.transforms.weight_copies import weight_of
 
@@ -308,12 +307,9 @@ class GPT(nn.Module):
 def _sum_loss(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
     table = model.tokens
     hidden = model.norm(x)
-    if not isinstance(table, VocabularyEmbedding):
-        return summed_loss(model._head, hidden, labels, chunk)
-    # Entered once for all chunks: their gradients are added before the one exchange.
-    hidden = enter(hidden, table.tensor_group)
-    loss = partial(vocabulary_cross_entropy, group=table.tensor_group)
-    return summed_loss(table.own_logits, hidden, labels, chunk, loss)
+    if isinstance(table, VocabularyEmbedding):
+        return summed_loss_of_part(table.own_logits, table.tensor_group, hidden, labels, chunk)
+    return summed_loss(model._head, hidden, labels, chunk)
 
 
 def _apart(documents: Tensor) -> Tensor:

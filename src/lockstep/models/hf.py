@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from lockstep.config.fields import is_hub_name
 from lockstep.errors import ConfigError, DataError
 from lockstep.extras import install_extra
-from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss
+from lockstep.models.chunked_loss import summed_cross_entropy, summed_loss, summed_loss_of_part
 from lockstep.models.quantized import Quantization
+from lockstep.parallel.layers import VocabularyLinear
 from lockstep.text.cache import reach, way_out
 from lockstep.text.documents import alike
 
@@ -271,7 +272,14 @@ def _forward_of_logits(
 
 
 def _summed_ending(model: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    return summed_loss(partial(_head, model), hidden, labels, chunk)
+    head = model.get_output_embeddings()
+    if not isinstance(head, VocabularyLinear):
+        return summed_loss(partial(_head, model), hidden, labels, chunk)
+
+    def own_logits(entered: Tensor) -> Tensor:
+        return _cap_logits(model, head.own_logits(entered))
+
+    return summed_loss_of_part(own_logits, head.tensor_group, hidden, labels, chunk)
 
 
 def _logits_ending(model: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -280,7 +288,10 @@ def _logits_ending(model: Any, logits: Tensor, labels: Tensor, chunk: int) -> Te
 
 
 def _head(model: Any, hidden: Tensor) -> Tensor:
-    logits: Tensor = model.get_output_embeddings()(hidden)
+    return _cap_logits(model, model.get_output_embeddings()(hidden))
+
+
+def _cap_logits(model: Any, logits: Tensor) -> Tensor:
     cap = getattr(model.config.get_text_config(), _CAP, None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

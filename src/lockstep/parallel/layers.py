@@ -23,7 +23,6 @@ __all__ = [
     "VocabularyLinear",
     "WholeParameters",
     "local_part",
-    "own_logits",
     "table_logits",
     "vocabulary_cross_entropy",
 ]
@@ -154,12 +153,6 @@ def place_of(ids: Tensor, own: slice, count: int, ignored: int | None = None) ->
         others = others | (ids == ignored)
     # Below 0 an id stays: `ids - own.start` could not be inside the rows either.
     return (ids - own.start).masked_fill(others, 0), is_own
-
-
-def own_logits(head: nn.Module, entered: Tensor) -> Tensor:
-    """Return the logits of this rank's tokens from a head or table that is cut by its vocabulary."""
-    assert isinstance(head, VocabularyLinear | VocabularyEmbedding)
-    return head.own_logits(entered)
 
 
 def table_logits(table: VocabularyEmbedding, hidden: Tensor) -> Tensor:
