@@ -324,11 +324,13 @@ def data_facts(corpus: TokenCorpus, width: int = 0) -> DataFacts:
 
 
 def loss_inside(config: Config) -> bool:
-    """Whether a run's language model computes its loss in its forward: if that is compiled.
+    """Whether a run's language model computes its loss in its forward: if that is compiled, or divided over ranks.
 
-    It does not if the engine casts the outputs of a forward: that is meant for logits, and a sum needs its float32.
+    A divided model would otherwise gather the logits of all tokens. It does not if the engine casts the outputs of a
+    forward: that is meant for logits, and a sum needs its float32.
     """
-    return bool(config.compile) and config.engine_options.output_dtype in ("same", "float32")
+    is_wanted = bool(config.compile) or config.parallel.tensor > 1
+    return is_wanted and config.engine_options.output_dtype in ("same", "float32")
 
 
 def _to_stop(tokens: list[int], begin: int, stop: Sequence[int]) -> list[int]:

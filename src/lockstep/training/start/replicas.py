@@ -12,6 +12,7 @@ from lockstep.config.schema import Config
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
+from lockstep.models.hf_plan import tensor_plan
 from lockstep.parallel.tensor import Plan, cut
 from lockstep.task import Task, has_own, user_task
 
@@ -43,9 +44,11 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     Raises:
         ConfigError: the task has no plan for it, or something that does not work with a divided model.
     """
-    degree = world.replica.size
+    degree = config.parallel.tensor
     if degree == 1:
         return
+    if world.replica.size != degree:
+        raise ConfigError(f"--parallel.tensor {degree}: this command does not divide models yet; leave the flag out")
     _check_task(task, degree)
     cut(model, _mesh_of(world)["tp"], _plan_of(config, task, model), exact=config.exact)
 
@@ -59,16 +62,20 @@ def _mesh_of(world: World) -> DeviceMesh:
 
 
 def _plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
-    """Return how the model's layers are divided."""
+    """Return how the model's layers are divided: by the task, else as its architecture says."""
+    degree = config.parallel.tensor
     plan = task.parallelize(model)
-    if plan is None and isinstance(model, GPT):
-        plan = model.tensor_plan(config.parallel.tensor, vocabulary=config.parallel.vocabulary)
-    if plan is None:
-        raise ConfigError(
-            f"--parallel.tensor {config.parallel.tensor}: the task {type(user_task(task)).__name__} does not say how "
-            "its model is divided; define parallelize(model) (docs/parallel.md), or leave the flag out"
-        )
-    return plan
+    if plan is not None:
+        return plan
+    if isinstance(model, GPT):
+        return model.tensor_plan(degree, vocabulary=config.parallel.vocabulary)
+    # The mark of a model of transformers, which need not be installed.
+    if hasattr(getattr(model, "config", None), "base_model_tp_plan"):
+        return tensor_plan(model, degree, vocabulary=config.parallel.vocabulary)
+    raise ConfigError(
+        f"--parallel.tensor {degree}: the task {type(user_task(task)).__name__} does not say how its model is divided; "
+        "define parallelize(model) (docs/parallel.md), or leave the flag out"
+    )
 
 
 def _check_task(task: Task, degree: int) -> None:

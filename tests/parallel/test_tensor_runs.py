@@ -1,0 +1,148 @@
+"""Runs with --parallel.tensor against the same run on one process: weights, records, bits of replicas, resumes."""
+
+import json
+
+import pytest
+import small_runs
+import torch
+from ranks import run
+from refusals import refuses
+from toys import Network, Ragged
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.config.parallel_options import Parallel
+from lockstep.errors import ConfigError
+from lockstep.models.gpt import GPT, GPTConfig
+
+# Of each tensor's largest value, in float64, after some steps of AdamW.
+ROUNDING = 1e-9
+# What the clock, the memory and the number of ranks decide.
+OF_THE_MACHINE = ("time", "memory", "second", "world_size", "mfu", "eta", "run_id")
+
+
+class TinyGPT(Ragged):
+    """The built-in GPT, which lockstep divides by itself."""
+
+    def model(self):
+        return GPT(GPTConfig(layers=2, heads=4, width=16, vocab_size=29, context=16, dropout=self.dropout))
+
+
+class Planned(Ragged):
+    """An own model with an own plan, and dropout outside of the divided layers."""
+
+    def model(self):
+        return Network(self.dropout)
+
+    def parallelize(self, model):
+        return {"blocks.*.1": "columns", "blocks.*.3": "rows"}
+
+
+class Unplanned(Planned):
+    def parallelize(self, model):
+        return None
+
+
+class WithPenalty(Planned):
+    def penalty(self, model):
+        return sum(p.square().sum() for p in model.parameters())
+
+
+def train(world, folder, task, degree, **changes):
+    """(rank 0's records, loss and items of each step) of a run whose weights are in its checkpoint."""
+    config = small_runs.config(
+        folder,
+        parallel=Parallel(tensor=degree),
+        **{"max_steps": 4, "log_freq": 1, "eval_freq": 2, "optim": {"clip": 0.5}, "report": False} | changes,
+    )
+    body = []
+    with lockstep.Run(config, task, world) as made:
+        for step in made:
+            body.append((float(step.loss), step.items))
+    records = []
+    for line in (folder / "r" / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        records.append({key: value for key, value in record.items() if not any(w in key for w in OF_THE_MACHINE)})
+    return records, body
+
+
+def weights(folder):
+    """All tensors of the newest checkpoint, whole: weights, moments, the average."""
+    with checkpoint.read.open_tensors(checkpoint.newest(folder / "r", say=print)) as tensors:
+        return {name: tensors.read(name).double() for name in tensors.contents}
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+        torch.testing.assert_close(other[name], tensor, rtol=0.0, atol=ROUNDING * max(largest, 1e-3), msg=name)
+
+
+@pytest.mark.parametrize("task", [TinyGPT(dropout=0.1), Planned(dropout=0.1)], ids=["gpt", "own"])
+def test_a_run_with_divided_layers_trains_as_one_process(task, tmp_path):
+    changes = {"optim": {"clip": 0.5, "ema": 0.9}}
+    records, body = train(None, tmp_path / "one", task, 1, **changes)
+    for ranks, degree in ((2, 2), (4, 2)):
+        folder = tmp_path / f"{ranks}"
+        found = run(_train, ranks, folder, task, degree)
+        assert [items for _, items in found[0][1]] == [items for _, items in body]
+        assert [loss for loss, _ in found[0][1]] == pytest.approx([loss for loss, _ in body], rel=1e-12)
+        for record, wanted in zip(found[0][0], records, strict=True):
+            assert record == pytest.approx(wanted, rel=1e-9)
+        assert_close(weights(tmp_path / "one"), weights(folder))
+
+
+def _train(world, folder, task, degree):
+    return train(world, folder, task, degree, optim={"clip": 0.5, "ema": 0.9})
+
+
+def _exact(world, folder, task, degree, steps=4, stop=0):
+    return train(world, folder, task, degree, exact=True, max_steps=steps, stop_at=stop)
+
+
+def test_replicas_do_not_change_the_bits_in_exact_mode(tmp_path):
+    task = TinyGPT(dropout=0.1)
+    for ranks in (2, 4):
+        run(_exact, ranks, tmp_path / f"{ranks}", task, 2)
+    assert small_runs.mark(tmp_path / "2") == small_runs.mark(tmp_path / "4")
+
+
+def _until(world, folder, task, degree, stop):
+    return train(world, folder, task, degree, stop_at=stop)
+
+
+def test_a_checkpoint_of_any_degree_resumes_on_any_other(tmp_path):
+    task = TinyGPT(dropout=0.1)
+    train(None, tmp_path / "one", task, 1)
+    run(_until, 2, tmp_path / "moved", task, 2, 1)
+    run(_until, 4, tmp_path / "moved", task, 4, 2)
+    train(None, tmp_path / "moved", task, 1, stop_at=3)
+    run(_until, 2, tmp_path / "moved", task, 2, 0)
+    assert_close(weights(tmp_path / "one"), weights(tmp_path / "moved"))
+
+
+def refused(world, folder):
+    for task, degree, changes, words in (
+        (Unplanned(), 2, {}, ("--parallel.tensor 2", "Unplanned", "parallelize(model)")),
+        (WithPenalty(), 2, {}, ("--parallel.tensor 2", "penalty")),
+        (TinyGPT(), 3, {}, ("2 ranks", "3")),
+    ):
+        with refuses(ConfigError, *words):
+            train(world, folder, task, degree, **changes)
+    return (folder / "r").exists()
+
+
+def test_what_cannot_be_divided_is_refused_before_anything_is_written(tmp_path):
+    assert run(refused, 2, tmp_path) == [False, False]
+    for changes, flag in (
+        ({"engine": "fsdp"}, "engine fsdp"),
+        ({"precision": "fp16"}, "precision fp16"),
+        ({"optim": {"name": "muon"}}, "optim.name muon"),
+        ({"lora": {"rank": 2}}, "lora.rank"),
+        ({"compile": True}, "compile"),
+    ):
+        with refuses(ConfigError, flag, "parallel.tensor 2"):
+            small_runs.config(tmp_path, parallel={"tensor": 2}, **changes)
+    with refuses(ConfigError, "parallel.vocabulary", "parallel.tensor"):
+        small_runs.config(tmp_path, parallel={"vocabulary": False})
