@@ -133,7 +133,7 @@ def refused(world, folder):
     return (folder / "r").exists()
 
 
-def test_what_cannot_be_divided_is_refused_before_anything_is_written(tmp_path):
+def test_what_cannot_be_divided_is_refused_first(tmp_path):
     assert run(refused, 2, tmp_path) == [False, False]
     for changes, flag in (
         ({"engine": "fsdp"}, "engine fsdp"),

@@ -7,6 +7,7 @@ check_parallel(config)                  # FieldError: names the option and the w
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.engine_options import ENGINES
 from lockstep.config.fields import FieldError, FieldName, option, suggest_fields
 
 __all__ = [
@@ -26,7 +27,7 @@ class Parallel:
 
 # Option -> (the values that go with several ranks for one model, the way out).
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "engine": (("auto", "ddp"), "use ddp"),
+    "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.replicas)), "use auto"),
     "precision": (("auto", "float32", "float64", "bf16"), "use bf16"),
     "compile": ((None, False, "auto"), "use --no-compile"),
     "weight_copies": (("forward",), "use forward"),

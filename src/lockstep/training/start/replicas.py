@@ -55,7 +55,11 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
 
 def _mesh_of(world: World) -> DeviceMesh:
     """Return the mesh of all ranks, (dp, tp), with the groups that the world has formed."""
-    groups = [world.data_parallel.group, world.replica.group]
+    groups = []
+    for part in (world.data_parallel, world.replica):
+        # None is the default group, which a world of some of the ranks never uses.
+        assert part.group is not None
+        groups.append(part.group)
     ranks = torch.arange(world.size).view(-1, world.replica.size)
     # The whole mesh, since a save finds a tensor's other holders by it.
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
