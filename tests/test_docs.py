@@ -126,16 +126,18 @@ def test_the_program_of_what_changes_while_it_trains_runs(here):
 
 def test_what_is_shown_where_something_is_wrong_is_true(here, tmp_path, capsys):
     """Lint finds what is said, and each command has the flags."""
-    (script,) = blocks("docs/wrong.md")
+    page = "packages/lint/docs/lint.md"
+    (script,) = (block for block in blocks(page) if block.startswith("# train.py"))
     (tmp_path / "train.py").write_text(script)
     capsys.readouterr()
     assert cli.dispatch(["lint", "--hints", "train.py"]) == 1
-    text = (ROOT / "docs" / "wrong.md").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     found = set(re.findall(r"LS\d{3}", capsys.readouterr().out))
     assert found == set(
         re.findall(r"LS\d{3}", text.partition("`lockstep lint --hints train.py` finds")[2].partition(", each")[0])
     )
     rules = ROOT / "packages" / "lint" / "src" / "lockstep_lint" / "pages"
+    text = (ROOT / "docs" / "wrong.md").read_text(encoding="utf-8")
     assert all((rules / f"{rule}.md").is_file() for rule in re.findall(r"LS\d{3}", text))
     for line in re.findall(r"^    lockstep (.*)$|`lockstep ([^`]*)`", text, re.MULTILINE):
         for words in shown_commands("".join(line)):
