@@ -14,7 +14,6 @@ from typing import Any
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import end_with_launcher
 from lockstep.errors import RESERVED_CODES, ConfigError, LockstepError, UsageError
-from lockstep.extras import install_extra
 
 __all__ = ["main"]
 
@@ -170,7 +169,9 @@ def completion_command(argv: list[str]) -> int:
     try:
         shtab = importlib.import_module("shtab")
     except ImportError as error:
-        raise ConfigError(f"completion needs shtab: {install_extra('completion')}") from error
+        # Here, as pip's records take a third of the time of --help to load.
+        advice = importlib.import_module("lockstep.extras").install_extra("completion")
+        raise ConfigError(f"completion needs shtab: {advice}") from error
     root = argparse.ArgumentParser(prog="lockstep")
     commands = root.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, (_, _, text) in COMMANDS.items():
