@@ -208,8 +208,8 @@ def check_not_parallel(model: nn.Module) -> None:
         if is_dtensor(tensor):
             raise ConfigError(
                 f"the task's `model` returned '{name}' as a DTensor: make a new, plain model there, without "
-                "fully_shard or parallelize_module; --engine fsdp shards it, and --parallel.tensor divides its layers by "
-                "the task's parallelize(model)"
+                "fully_shard or parallelize_module; --engine fsdp shards it, and --parallel.tensor divides its layers "
+                "(the task's parallelize)"
             )
 
 
