@@ -421,6 +421,7 @@ def test_auto_is_resolved_anew_at_each_start_by_ranks_and_cut(fields, ranks, kin
         ({"micro_batch_size": 3}, 2, {}, "replay", "4 micro-batches for 2 ranks"),
         ({"guards": Guards(audit=0.5)}, 2, {}, "replay", "--guards.audit"),
         ({"shares": "1,1"}, 2, {}, "replay", "--shares 1,1"),
+        ({"parallel": {"tensor": 2}}, 2, {}, "replay", "--parallel.tensor 2"),
         ({"batchnorm": "sync", "micro_batch_size": 3}, 2, {}, "sync", ""),
         ({"exact": True}, 2, {"has_batchnorm": False}, "replay", ""),
     ],

@@ -7,6 +7,7 @@ import small_runs
 import torch
 from ranks import run
 from refusals import refuses
+from torch import nn
 from toys import Network, Ragged
 
 import lockstep
@@ -41,6 +42,32 @@ class Planned(Ragged):
 class Unplanned(Planned):
     def parallelize(self, model):
         return None
+
+
+class Parted(Planned):
+    """The last layer's output stays cut, and the loss broadcasts it."""
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(29, 8), nn.Linear(8, 8), nn.Linear(8, 2)).to(self.dtype)
+
+    def loss(self, model, batch):
+        kept = batch["labels"] != -100
+        return ((model(batch["input"]) - batch["labels"][..., None]).square().mean(-1) * kept).sum()
+
+    def metrics(self, model, batch):
+        return {}
+
+    def parallelize(self, model):
+        return {"2": "columns"}
+
+
+class OtherPlan(Planned):
+    def __init__(self, plan):
+        super().__init__()
+        self.plan = plan
+
+    def parallelize(self, model):
+        return self.plan
 
 
 class WithPenalty(Planned):
@@ -126,7 +153,11 @@ def refused(world, folder):
     for task, degree, changes, words in (
         (Unplanned(), 2, {}, ("--parallel.tensor 2", "Unplanned", "parallelize(model)")),
         (WithPenalty(), 2, {}, ("--parallel.tensor 2", "penalty")),
-        (TinyGPT(), 3, {}, ("2 ranks", "3")),
+        (TinyGPT(), 3, {}, ("--parallel.tensor 3", "2 ranks", "multiple of 3")),
+        (Parted(), 2, {}, ("--parallel.tensor 2", "its loss is", "as 'rows'")),
+        (OtherPlan({}), 2, {}, ("the plan is {}",)),
+        (OtherPlan(["blocks"]), 2, {}, ("the plan is ['blocks']", "dict")),
+        (OtherPlan({1: "rows"}), 2, {}, ("the plan is {1: 'rows'}", "dict")),
     ):
         with refuses(ConfigError, *words):
             train(world, folder, task, degree, **changes)

@@ -19,6 +19,7 @@ from toys import Ragged
 import lockstep
 from lockstep import checkpoint
 from lockstep.config.cli import flatten, parse, read_toml, to_toml
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config, default_micro_batch_size, is_auto
 from lockstep.config.sections import Data, Lora, Optim
 from lockstep.data.batches import Origin
@@ -255,6 +256,8 @@ def test_what_is_said_at_the_start():
     exact = chosen(Config(batch_size=64, max_steps=60, exact=True), ranks=2)
     assert describe_run(exact, 2).startswith("60 steps of 64 samples in 8 micro-batches of 8, over 2 ranks; ")
     assert describe_run(chosen(Config(batch_size=1, max_steps=1)), 1).startswith("1 step of 1 sample; ")
+    divided = chosen(Config(batch_size=64, max_steps=60, parallel=Parallel(tensor=2)), ranks=2)
+    assert "of 32, over 4 ranks (2 replicas of 2 ranks); " in describe_run(divided, 4)
     assert describe_optimizer(horizon) == (
         "adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, weight decay 0.01, betas 0.9 and 0.999"
     )

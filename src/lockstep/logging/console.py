@@ -234,7 +234,7 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         ("time", values.get("seconds"), duration_text),
         ("gradient spikes", values.get("spikes"), lambda count: f"{count} (the log has each)"),
         ("peak memory", memory, bytes_text),
-        ("processes", values.get("world_size"), str),
+        ("processes", values.get("world_size"), lambda count: f"{count}{values.get('replicas', '')}"),
         ("engine", values.get("engine"), str),
     )
     return [(name, text(value)) for name, value, text in rows if value is not None]
@@ -401,10 +401,9 @@ class Console:
 
         Args:
             summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second,
-                spikes and memory (missing ones are taken from the records), seconds, world_size, engine; `sample`,
-                generated text;
-                `files`, paths or {name: path}; `waits`, the largest loss of time; `failed`, other sinks; `next`, the
-                last line. None if the run failed.
+                spikes and memory (missing ones are taken from the records), seconds, world_size, replicas, engine;
+                `sample`, generated text; `files`, paths or {name: path}; `waits`, the largest loss of time; `failed`,
+                other sinks; `next`, the last line. None if the run failed.
         """
         if self._bar is not None:
             self._activity = []

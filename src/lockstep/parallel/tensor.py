@@ -109,6 +109,12 @@ def _flag(size: int) -> str:
 
 def _find_layers(model: nn.Module, plan: Plan, size: int) -> list[_Layer]:
     """Return the layers that the plan names, in the model's order."""
+    if not (isinstance(plan, Mapping) and plan and all(isinstance(pattern, str) for pattern in plan)):
+        # An empty plan would have every rank train the whole model by itself.
+        raise ConfigError(
+            f'{_flag(size)}: the plan is {plan!r}; give a dict of module names, such as {{"mlp.up": "columns", '
+            '"mlp.down": "rows"}'
+        )
     found: dict[str, _Layer] = {}
     sources: dict[str, str] = {}
     for pattern, value in plan.items():

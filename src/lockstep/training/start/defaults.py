@@ -34,7 +34,7 @@ from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
 from lockstep.optim.schedule import NONE
 from lockstep.task import DataFacts, Task
-from lockstep.training.state.plan import RunPlan
+from lockstep.training.state.plan import RunPlan, describe_replicas
 from lockstep.transforms.batchnorm import Synchronised
 
 __all__ = [
@@ -135,6 +135,7 @@ def _describe_step(run_plan: RunPlan, ranks: int) -> str:
     config = run_plan.config
     count = config.micro_batches
     over = f", over {ranks} ranks" if ranks > 1 else ""
+    over += describe_replicas(ranks, config.parallel.tensor)
     over += f" ({config.shares})" if config.shares != "equal" else ""
     if run_plan.samples < run_plan.dataset_samples:
         verb = "of"

@@ -31,6 +31,9 @@ def form_replicas(config: Config, world: World) -> None:
     degree = config.parallel.tensor
     if world.replica.size == degree:
         return
+    if world.size % degree:
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        raise ConfigError(f"--parallel.tensor {degree}: the run has {ranks}; start it on a multiple of {degree}")
     if world.replica.size > 1:
         raise ConfigError(
             f"--parallel.tensor {degree}: this world has replicas of {world.replica.size} ranks; use that degree"

@@ -18,6 +18,7 @@ __all__ = [
     "BY_RANKS",
     "FIXED",
     "RunPlan",
+    "describe_replicas",
     "samples_in_epoch",
     "samples_in_evaluation",
 ]
@@ -117,3 +118,11 @@ def samples_in_evaluation(config: Config, samples: int) -> int:
     """Return the samples of an evaluation set of `samples` under --limit-eval-batches."""
     micro_size = config.eval_micro_batch_size or config.micro_size
     return min(samples, in_batches(config.limit_eval_batches, math.ceil(samples / micro_size)) * micro_size)
+
+
+def describe_replicas(ranks: int, size: int) -> str:
+    """Describe how many replicas the ranks are, ` (2 replicas of 2 ranks)`; "" if each rank has a whole model."""
+    if size == 1:
+        return ""
+    count = ranks // size
+    return f" ({count} replica{'s' * (count > 1)} of {size} ranks)"

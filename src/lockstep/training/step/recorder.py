@@ -45,6 +45,7 @@ from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.state.finite import describe_ranks, exempt_names, find_bad_tensors
 from lockstep.training.state.outputs import RunOutputs, settle_uploads
 from lockstep.training.state.parts import RunParts
+from lockstep.training.state.plan import describe_replicas
 from lockstep.training.state.run_dir import RunFolder
 from lockstep.training.state.selection import (
     abbreviate_best,
@@ -577,6 +578,7 @@ class RunRecorder:
                 "spikes": self._meter.spikes or None,
                 "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,
+                "replicas": describe_replicas(built.world.size, built.world.replica.size),
                 "engine": self._engine_name,
                 "best": describe_best(best) if (best := built.state.selection.best) else None,
                 "sample": text,

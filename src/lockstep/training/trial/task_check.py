@@ -526,6 +526,7 @@ def check_task(
             # Every rank raises the error of one of them before `check_loss` exchanges gradients.
             world.agree()
             check_loss(trial, training, samples.training.places, recorded)  # collective
+        _check_replicas(trial, first_batch)  # collective
         state.unsaved = check_marks(trial, training, first_batch) or None  # collective
         samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first_batch))  # collective
@@ -535,6 +536,43 @@ def check_task(
     state.reduction = task.reduction
     state.evaluation_graph = needs_graph(task)
     return names
+
+
+# Relative difference between the losses of a replica's ranks that rounding cannot cause.
+_SAME_LOSS = 1e-4
+
+
+def _check_replicas(trial: Trial, first: MicroBatch) -> None:
+    """Check that the ranks that hold one model between them compute one loss. Collective.
+
+    They do not if a layer's output is cut and no later layer adds the parts up: each rank would train another model.
+
+    Raises:
+        ConfigError: on every rank, naming the first replica whose ranks differ.
+    """
+    world = trial.world
+    size = world.replica.size
+    if size == 1:
+        return
+    loss = loss_of(trial.task)
+
+    def compute() -> float:
+        trial.seed()
+        with trial.with_graph():
+            value = call_method("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
+            # Waits for the device, once before step 1.
+            return float(value.detach())
+
+    losses = world.gather(on_all_ranks(world, compute))  # collective
+    for start in range(0, world.size, size):
+        own = losses[start : start + size]
+        # NaN and infinity are for the guards.
+        if all(map(math.isfinite, own)) and max(own) - min(own) > _SAME_LOSS * max(map(abs, own)):
+            raise ConfigError(
+                f"--parallel.tensor {size}: ranks {start} to {start + size - 1} hold one model, and its loss is "
+                f"{min(own):.6g} on one and {max(own):.6g} on another: a layer planned as 'columns' gives its part to "
+                "code that needs all of it; plan the layer after it as 'rows', or leave both out of the plan"
+            )
 
 
 def _try_update(trial: Trial, first: MicroBatch) -> None:
