@@ -19,7 +19,7 @@ def settings(**changes):
     return Config(**{**given, **changes})
 
 
-def found(task, config, folder, names, engines=("ddp",), world_size=2):
+def found(task, config, folder, names, engines=("ddp",), world_size=2, tensor=1):
     """{(fault, engine): the first difference or None}; "" is a healthy run, and "" with "single" the process again.
 
     A fault that the single process has too is compared with one of its own.
@@ -27,13 +27,13 @@ def found(task, config, folder, names, engines=("ddp",), world_size=2):
     apart = [name for name in names if fault(name).everywhere]
     for name in apart:
         (folder / name).mkdir()
-    each = [_found(task, config, folder / name, [name], engines, world_size) for name in apart]
-    rest = _found(task, config, folder, [name for name in names if name not in apart], engines, world_size)
+    each = [_found(task, config, folder / name, [name], engines, world_size, tensor) for name in apart]
+    rest = _found(task, config, folder, [name for name in names if name not in apart], engines, world_size, tensor)
     return {place: difference for part in (*each, rest) for place, difference in part.items()}
 
 
-def _found(task, config, folder, names, engines, world_size):
-    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT + 1)
+def _found(task, config, folder, names, engines, world_size, tensor):
+    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT + 1, tensor=(tensor,))
     executor = LocalExecutor(config, folder)
     executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))
     reference = read_trace(folder, "reference", 1)[0]
@@ -44,7 +44,8 @@ def _found(task, config, folder, names, engines, world_size):
         return dataclasses.replace(made, key=f"{one.key}-{name or 'healthy'}")
 
     again = planted("", REFERENCE)
-    specs = {(name, engine): planted(name, Combination(engine, world_size)) for engine in engines for name in names}
+    rows = [Combination(engine, world_size, tensor=tensor) for engine in engines]
+    specs = {(name, row.engine): planted(name, row) for row in rows for name in names}
     executor.run([again])
     executor.run(list(specs.values()))
     differences = {}

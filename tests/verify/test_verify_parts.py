@@ -532,7 +532,14 @@ def test_under_torchrun_rank_0_alone_speaks_and_writes(tmp_path, monkeypatch, ca
     table = VerifyTable("what was asked", certificate={"format": 1})
     monkeypatch.setattr(command, "prove", lambda asked, given: table)
     own = {"engines": ("ddp",), "world_sizes": (1,), "steps": 2, "resume_at": 0, "plant": "", "plant_at": None}
-    own |= {"skip_unavailable": False, "scratch": "", "against": "", "out": str(tmp_path / "made.json"), "named": []}
+    own |= {
+        "skip_unavailable": False,
+        "scratch": "",
+        "tensor": [],
+        "against": "",
+        "out": str(tmp_path / "made.json"),
+        "named": [],
+    }
     for rank, speaks in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(DifferenceError, match="the certificate") as caught:

@@ -2,6 +2,7 @@
 
 lockstep verify                                              the default model, float64, every engine that runs anywhere
 lockstep verify --exact --engines ddp,fsdp --world-sizes 2,4
+lockstep verify --parallel.tensor 2 --world-sizes 2,4        layers divided over two ranks
 lockstep verify --task mine.py:Task --batch-size 32          your own task
 lockstep verify --plant per-rank-seed                        check that a fault is detected
 lockstep verify -o certificate.json                          keep the proof
@@ -18,6 +19,7 @@ from lockstep.verify import FAULTS
 
 __all__ = ["command"]
 
+_TENSOR = "parallel.tensor"
 _OWN = (
     *("engines", "world_sizes", "steps", "resume_at", "plant", "plant_at"),
     *("skip_unavailable", "out", "against", "scratch"),
@@ -36,7 +38,11 @@ def command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     args.engines = _names(args.engines)
-    args.world_sizes = _sizes(args.world_sizes)
+    args.world_sizes = _sizes("--world-sizes", args.world_sizes)
+    args.tensor = _sizes("--parallel.tensor", getattr(args, _TENSOR, ""))
+    if args.tensor:
+        # The options that do not go with divided models are refused for the largest.
+        setattr(args, _TENSOR, max(args.tensor))
     # Imported late: it loads torch.
     code: int = importlib.import_module("lockstep.verify.verification").run(args)
     return code
@@ -50,11 +56,11 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(flag: str, text: str) -> list[int]:
     try:
         return [int(word) for word in _names(text)]
     except ValueError:
-        raise ConfigError(f"--world-sizes '{text}' must be numbers such as 1,2,4") from None
+        raise ConfigError(f"{flag} '{text}' must be numbers such as 1,2,4") from None
 
 
 class _NotingAction(argparse.Action):
@@ -93,10 +99,12 @@ def _parser() -> Parser:
     add(
         "--scratch", default="", help="folder for tensors, about 4 copies of the model per step (default: the system's)"
     )
-    parser.common = (*_OWN, "task", "batch_size", "exact")
+    parser.common = (*_OWN, _TENSOR, "task", "batch_size", "exact")
     parser.examples = (
         "lockstep verify --task digits.py:Digits --batch-size 32",
         "lockstep verify --exact --engines ddp,fsdp --world-sizes 2,4",
     )
     add_flags(parser, kind="")
+    text = "compare models divided over so many ranks too, such as 1,2 (default: 1)"
+    parser.change(_TENSOR, type=str, metavar="N,N,...", help=text)
     return parser

@@ -98,6 +98,12 @@ class Parser(argparse.ArgumentParser):
         SETTINGS.flags = True
         return self.parse_args([self._with_dashes(word) for word in argv])
 
+    def change(self, name: str, **settings: Any) -> None:
+        """Change the flag of an option, for a command that reads it in another way."""
+        for action in self._actions:
+            if action.dest == name:
+                vars(action).update(settings)
+
     def _with_dashes(self, word: str) -> str:
         name, equals, value = word.partition("=")
         # A script's own flag may have underscores.

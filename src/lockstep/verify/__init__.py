@@ -37,6 +37,10 @@ FAULTS = (
     "clip-before-unscale",
     "padded-evaluation",
     "swapped-state",
+    "unsummed-input",
+    "counted-twice",
+    "items-of-all",
+    "plain-shard",
 )
 
 
@@ -55,6 +59,7 @@ def verify(  # noqa: PLR0913
     plant_at: int | None = None,
     skip_unavailable: bool = False,
     scratch: str = "",
+    tensor: Sequence[int] = (),
 ) -> "VerifyTable":
     """Run the same steps in every combination, and compare each with a single process.
 
@@ -74,6 +79,7 @@ def verify(  # noqa: PLR0913
         plant: fault to plant, to check that it is reported (one of lockstep.verify.FAULTS).
         plant_at: step of the fault, from 1.
         skip_unavailable: skip combinations that cannot run here.
+        tensor: degrees of tensor parallelism, each at the world sizes that it divides; () is the config's.
         scratch: folder for about 4 copies of the model per step; "": the system's.
 
     Returns:
@@ -96,6 +102,7 @@ def verify(  # noqa: PLR0913
         plant_at=plant_at,
         skip_unavailable=skip_unavailable,
         scratch=scratch,
+        tensor=tensor,
     )
     table: VerifyTable = importlib.import_module("lockstep.verify.verification").prove(request)
     return table

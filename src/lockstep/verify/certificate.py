@@ -44,6 +44,7 @@ def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) ->
         "steps": request.steps,
         "engines": list(request.engines),
         "world_sizes": list(request.world_sizes),
+        "tensor": list(request.tensor),
         "resume_at": request.resume,
         "compile": request.compile,
         "task": request.config.task or (type(request.task).__qualname__ if request.task is not None else ""),

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from lockstep.verify.request import Difference, TrainingSpec, format_numbers
-from lockstep.verify.tolerance import Scales, Tolerance, unit_roundoff
+from lockstep.verify.tolerance import EXACT, Scales, Tolerance, unit_roundoff
 
-__all__ = ["Traces", "first_difference", "traces_of"]
+__all__ = ["Traces", "against_one_replica", "first_difference", "traces_of"]
 
 # Relative change of an evaluation's loss by other kernels, in float32.
 _ROUNDING = 1e-5
@@ -53,6 +53,11 @@ class Traces:
         """Yield (rank, record of the step)."""
         for trace in self.ranks:
             yield trace["rank"], trace["steps"][step]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks hold one model."""
+        return any(trace.get("coordinate", 0) for trace in self.ranks)
 
     def slots(self, step: int) -> dict[int, dict[str, Any]]:
         """Return the reference's micro-batches of a step that count, by number."""
@@ -111,18 +116,21 @@ def _find_changed(traces: Traces, step: int) -> Iterator[Difference]:
 
 def _data(traces: Traces, step: int) -> Iterator[Difference]:
     expected = traces.slots(step)
-    computed: list[int] = []
+    # All ranks of a replica compute its micro-batches, so one rank of each replica counts, by coordinate.
+    computed: dict[int, list[int]] = {trace.get("coordinate", 0): [] for trace in traces.ranks}
+    coordinates = {trace["rank"]: trace.get("coordinate", 0) for trace in traces.ranks}
     for rank, record in traces.records(step):
         for slot in record["slots"]:
             if not slot["weight"]:
                 continue
-            computed.append(slot["micro"])
+            computed[coordinates[rank]].append(slot["micro"])
             reference = expected.get(slot["micro"])
             if reference is None or reference["data"] != slot["data"]:
                 yield Difference(step, "data", _leaf(slot, reference), rank, _locate(traces, slot["data"]))
-    if sorted(computed) != sorted(expected):
-        text = f"the ranks compute micro-batches {format_numbers(computed)} instead of {format_numbers(expected)}"
-        yield Difference(step, "data", "micro-batches", 0, text)
+    for coordinate, numbers in computed.items():
+        if sorted(numbers) != sorted(expected):
+            text = f"the ranks compute micro-batches {format_numbers(numbers)} instead of {format_numbers(expected)}"
+            yield Difference(step, "data", "micro-batches", coordinate, text)
 
 
 def _leaf(slot: dict[str, Any], reference: dict[str, Any] | None) -> str:
@@ -158,7 +166,27 @@ def _forward(traces: Traces, step: int) -> Iterator[Difference]:
         expected = reference["loss"]
         if not traces.tolerance.close(step, actual, expected):
             text = f"the loss is {actual!r} instead of {expected!r}"
-            yield Difference(step, "forward", f"micro-batch {slot['micro']}, loss", rank, text)
+            where = _first_output(traces, step, rank, slot["micro"]) or "loss"
+            yield Difference(step, "forward", f"micro-batch {slot['micro']}, {where}", rank, text)
+
+
+def _first_output(traces: Traces, step: int, rank: int, micro: int) -> str:
+    """Name the first module of a divided model with another output than in the single process; "" if unknown."""
+    expected = traces.reference["steps"][step].get("outputs", {})
+    for peer, record in traces.records(step):
+        outputs = record.get("outputs", {})
+        # They are recorded in a rank's first micro-batch.
+        if peer != rank or not outputs or micro != record["slots"][0]["micro"]:
+            continue
+        for call, (shape, norm, along) in outputs.items():
+            other = expected.get(call)
+            # Columns of an output have another shape.
+            if other is None or other[0] != shape:
+                continue
+            limit = traces.tolerance.bound(step) * max(norm, other[1])
+            if not (abs(norm - other[1]) <= limit and abs(along - other[2]) <= limit):
+                return f"output of {call}"
+    return ""
 
 
 def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
@@ -205,12 +233,17 @@ def _rates(traces: Traces, step: int) -> Iterator[Difference]:
         elif record["updates"] != expected["updates"]:
             text = f"{record['updates']} updates instead of {expected['updates']}"
             yield Difference(step, "optimizer", "update", rank, text)
-        elif record["rates"] != expected["rates"]:
+        elif record["rates"] != expected["rates"] and not _regrouped(traces, record["rates"], expected["rates"]):
             text = f"the learning rates are {record['rates']} instead of {expected['rates']} at one schedule factor"
             yield Difference(step, "optimizer", "learning rate", rank, text)
     # An update at another rate cannot show that the optimizer is wrong: the schedule is compared next.
     if same:
         yield from _tensors(traces, step, "weights", "optimizer")
+
+
+def _regrouped(traces: Traces, rates: list[float], expected: list[float]) -> bool:
+    """Whether a divided model has the expected rates in more groups: torch updates cut and whole tensors apart."""
+    return traces.is_divided and set(rates) == set(expected)
 
 
 def _schedule(traces: Traces, step: int) -> Iterator[Difference]:
@@ -219,6 +252,42 @@ def _schedule(traces: Traces, step: int) -> Iterator[Difference]:
         if record["factor"] != expected:
             text = f"the learning rate is multiplied by {record['factor']!r} instead of {expected!r}"
             yield Difference(step, "schedule", "factor", rank, text)
+
+
+def against_one_replica(one: list[dict[str, Any]], ranks: list[dict[str, Any]], clip: float) -> Difference | None:
+    """Find the first bit in which replicas of a divided model differ from a run with one replica.
+
+    Args:
+        one: the traces of that run's ranks, in the order of their coordinates.
+        ranks: the traces of the replicas.
+        clip: as in Traces.
+    """
+    compared = []
+    for trace in ranks:
+        steps = []
+        for record, expected in zip(trace["steps"], one[trace["coordinate"]]["steps"], strict=True):
+            steps.append(record | {kind: _compare_bits(record[kind], expected[kind]) for kind in _kinds(record)})
+        compared.append({**trace, "steps": steps})
+    return first_difference(Traces(one[0], compared, EXACT, clip))
+
+
+def _kinds(record: dict[str, Any]) -> list[str]:
+    return [kind for kind in ("initial", "gradient", "weights", "buffers", "optimizer") if kind in record]
+
+
+def _compare_bits(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Compare the digests of a rank's tensors with those of the rank with the same parts."""
+    own = actual["digests"] | actual["shards"]
+    wanted = expected["digests"] | expected["shards"]
+    result: dict[str, Any] = {"digests": actual["digests"], "first": None, "equal": True, "parts": {}}
+    result["missing"] = sorted(own.keys() ^ wanted.keys())
+    for name, bits in own.items():
+        if wanted.get(name, bits) != bits:
+            values = [f"a part with the digest {digest[:8]}" for digest in (bits, wanted[name])]
+            result["first"] = {"name": name, "values": values, "at": [], "difference": math.inf, "allowed": 0.0}
+            result["equal"] = False
+            break
+    return result
 
 
 def _evaluation(traces: Traces) -> Iterator[Difference]:

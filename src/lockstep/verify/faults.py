@@ -1,5 +1,6 @@
 """Plant faults: each makes one rank go wrong, to check that `verify` finds it."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,12 +15,15 @@ from lockstep.config.schema import Config, default_micro_batch_size
 from lockstep.counts import number
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
 from lockstep.data.sampler import Indices, SizedOrder, order_of
+from lockstep.engines import mesh_norms
 from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
+from lockstep.parallel import activations
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
 from lockstep.tensors import local_of
+from lockstep.training.start.replicas import plan_of
 from lockstep.verify.request import Fault, FaultContext, Seed
 from lockstep.verify.wrappers import TaskWrapper
 
@@ -443,6 +447,90 @@ class SwappedState(Fault):
         return engine
 
 
+class _DividedFault(Fault):
+    """A fault in what the ranks of a replica do together, on all ranks: an exchange that one leaves out would hang."""
+
+    divided = True
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute until the run ends."""
+        # Of a class as it is stored: `getattr` unwraps a static method.
+        original = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+@final
+class UnsummedInput(_DividedFault):
+    name = "unsummed-input"
+    stage = "reduction"
+    text = "the gradient of what enters a divided layer is not summed over the ranks that have its parts"
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        self.replace(activations._Enter, "backward", staticmethod(lambda _, gradient: (gradient, None)))
+        return engine
+
+
+@final
+class CountedTwice(_DividedFault):
+    name = "counted-twice"
+    stage = "clipping"
+    text = "the norm counts gradients that each rank has in full once for each rank"
+
+    def check(self, config: Config, steps: int, resume: int) -> None:
+        if not config.optim.clip:
+            raise ConfigError(f"--plant {self.name} needs clipping; set --optim.clip above 0")
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        cut_over = mesh_norms._cut_over
+        every = (context.world.replica.group,)
+        self.replace(mesh_norms, "_cut_over", lambda gradient: cut_over(gradient) or every)
+        return engine
+
+
+@final
+class ItemsOfAll(_DividedFault):
+    name = "items-of-all"
+    stage = "normalisation"
+    text = "every rank of a replica counts its items, which are those of the others"
+
+    def task(self, task: Task, context: FaultContext) -> Task:
+        self.replace(context.world, "_leaders", ())
+        return task
+
+
+@final
+class PlainShard(_DividedFault):
+    name = "plain-shard"
+    stage = "forward"
+    text = "joined queries, keys and values are divided as one layer, and not each by itself"
+
+    def task(self, task: Task, context: FaultContext) -> Task:
+        return _UnpackedTask(task, context)
+
+
+class _UnpackedTask(TaskWrapper):
+    def __init__(self, inner: Task, context: FaultContext) -> None:
+        super().__init__(inner)
+        self._context = context
+
+    def parallelize(self, model: nn.Module) -> dict[str, Any]:
+        base = self._context.config.parallel
+        own = dataclasses.replace(base, tensor=self._context.world.replica.size)
+        plan = dict(plan_of(dataclasses.replace(self._context.config, parallel=own), self.inner, model))
+        for pattern, word in plan.items():
+            if str(word).startswith("packed"):
+                plan[pattern] = "columns"
+        return plan
+
+
 _FAULTS: dict[str, type[Fault]] = {
     kind.name: kind
     for kind in (
@@ -460,6 +548,10 @@ _FAULTS: dict[str, type[Fault]] = {
         ClipBeforeUnscale,
         PaddedEvaluation,
         SwappedState,
+        UnsummedInput,
+        CountedTwice,
+        ItemsOfAll,
+        PlainShard,
     )
 }
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoint.write import bytes_of
+from lockstep.errors import LockstepError
 
-__all__ = ["DtypeTracker", "OperationLog", "coarsest", "digest", "first_unequal"]
+__all__ = ["DtypeTracker", "OperationLog", "OutputLog", "coarsest", "digest", "first_unequal"]
 
 
 # Module, operation, digests.
@@ -85,6 +86,49 @@ class OperationLog(TorchDispatchMode):
     def _leave(self) -> None:
         # Must return None: torch would replace the module's output by any other value.
         self._inside.pop()
+
+
+class OutputLog:
+    """Context manager that records the size of every module's output, in the order of their ends.
+
+    Attributes:
+        outputs: call -> [shape, 2-norm, product with fixed numbers], which together change if the output does.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outputs: dict[str, list[Any]] = {}
+        self._model = model
+        self._hooks: list[Any] = []
+        self._inside: list[str] = []
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            label = name or "the model"
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, shown=label: self._inside.append(shown)))
+            self._hooks.append(module.register_forward_hook(lambda _, __, output: self._leave(output)))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        # A wrong plan may end in torch's message about two shapes, which names no layer.
+        if isinstance(error, RuntimeError | IndexError) and self._inside:
+            raise LockstepError(
+                f"the forward of {self._inside[-1]} fails where the model is divided: {error}"
+            ) from error
+
+    def _leave(self, output: Any) -> None:
+        name = self._inside.pop()
+        tensor = next(_tensors(output), None)
+        if tensor is None or not tensor.is_floating_point():
+            return
+        flat = tensor.detach().reshape(-1).double()
+        # A norm alone is the same if heads are exchanged.
+        along = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device).cos()
+        calls = sum(call.partition(", ")[0] == name for call in self.outputs)
+        call = f"{name}, call {calls + 1}" if calls else name
+        # The host waits for the device here, in one micro-batch of a run.
+        self.outputs[call] = [list(tensor.shape), float(flat.norm()), float(flat @ along)]
 
 
 def first_unequal(first: list[Line], second: list[Line]) -> tuple[int, Line, Line] | None:

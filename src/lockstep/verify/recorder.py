@@ -25,7 +25,7 @@ from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.guards.desync import leaves
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
-from lockstep.verify.operations import DtypeTracker, coarsest, digest
+from lockstep.verify.operations import DtypeTracker, OutputLog, coarsest, digest
 from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
 
 __all__ = ["TENSORS", "StepRecorder"]
@@ -47,6 +47,7 @@ class StepRecorder:
         before: digests of the state after the last step, from the recorder before a resume.
         tracks_dtypes: record the dtypes of the first forward.
         one_update: a step is one update with one gradient; else its updates are compared by their result.
+        tracks_outputs: record what each module returns in the first micro-batch.
 
     Attributes:
         engine: for the loop.
@@ -65,6 +66,7 @@ class StepRecorder:
         *,
         tracks_dtypes: bool = False,
         one_update: bool = True,
+        tracks_outputs: bool = False,
     ) -> None:
         self.engine: Engine = _Probe(engine, self)
         self.steps: list[dict[str, Any]] = []
@@ -72,6 +74,7 @@ class StepRecorder:
         self.ended = before
         self._tracks_dtypes = tracks_dtypes
         self._one_update = one_update
+        self._outputs = OutputLog(model) if tracks_outputs else None
         self._model = model
         self._reference = reference
         self._device = device
@@ -135,11 +138,15 @@ class StepRecorder:
         """Whether the step's update is running; an optimizer may evaluate the loss in it."""
         return self._armed
 
-    def begin(self) -> AbstractContextManager[Any] | None:
-        """Check at a step's first micro-batch whether the state changed since the last step."""
+    def begin(self) -> list[AbstractContextManager[Any]]:
+        """Check at a step's first micro-batch whether the state changed since the last step.
+
+        Returns:
+            The contexts that record the micro-batch.
+        """
         # Several passes may begin at the first micro-batch: check once a step.
         if self._slot or self._checked == len(self.steps):
-            return None
+            return []
         self._checked = len(self.steps)
         step = self.steps[-1]
         state = self._state()
@@ -152,9 +159,15 @@ class StepRecorder:
                 for name, tensor in state[state_type]
                 if self.ended[state_type].get(name) != digest(local_of(tensor))
             ]
-        if self._tracks_dtypes and len(self.steps) == 1:
-            return self.dtypes
-        return None
+        trackers: list[AbstractContextManager[Any]] = []
+        if len(self.steps) > 1:
+            return trackers
+        if self._outputs and self.ended is None:
+            step["outputs"] = self._outputs.outputs
+            trackers.append(self._outputs)
+        if self._tracks_dtypes:
+            trackers.append(self.dtypes)
+        return trackers
 
     def record_loss(self, loss: Tensor, weight: float) -> None:
         """Record the loss passed to `backward`, its weight, and the generators after the forward."""
@@ -258,12 +271,13 @@ class _Probe(ForwardingEngine):
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         context = self.inner.accumulate(last, counts)
-        tracker = None if self._recorder.updates else self._recorder.begin()
-        if tracker is None:
+        trackers = [] if self._recorder.updates else self._recorder.begin()
+        if not trackers:
             return context
         both = contextlib.ExitStack()
         both.enter_context(context)
-        both.enter_context(tracker)
+        for tracker in trackers:
+            both.enter_context(tracker)
         # An ExitStack is a context manager, though not one of the annotated type.
         return both  # type: ignore[return-value]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint.layout import TensorBox, block_of
+from lockstep.checkpoint.layout import TensorBox, parts_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
@@ -208,17 +208,19 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
 
     Returns:
         "digests": of the tensors that this rank has whole.
+        "shards": digests of this rank's parts of the others.
         "first": the first tensor beyond its limit: its name, the largest difference, where, both values.
         "largest": [relative difference, name]: of the tensor's largest error to its largest element.
         "equal": whether all bits are.
         "apart": the 2-norm of the difference of all that this rank has.
         "parts": by name, squares of this rank's elements and of the reference's part, and their product.
-        "offsets": by name, where this rank's shard begins in a sharded tensor; ranks with equal offsets are replicas.
+        "offsets": by name, where this rank's first part begins in a sharded tensor; ranks with equal offsets are
+            replicas.
         "missing": names on one side only.
     """
     result: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
-    result["parts"] = {}
-    result["offsets"] = {}
+    for key in ("shards", "parts", "offsets"):
+        result[key] = {}
     result["apart"] = 0.0
     names = set()
     for name, tensor in tensors:
@@ -226,32 +228,41 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         if name not in expected.names:
             result["missing"].append(name)
             continue
-        block = block_of(tensor)
-        if block is None or not tensor.numel():
+        # A packed tensor has several parts on a rank.
+        parts = parts_of(tensor, name)
+        if not parts or not tensor.numel():
             continue
         # The host waits for the device here, once for each tensor and step.
-        local = local_of(tensor).cpu()
-        if _is_full(tensor):
-            result["digests"][name] = digest(local)
+        result["digests" if _is_full(tensor) else "shards"][name] = digest(local_of(tensor))
         full = expected[name]
         if tensor.shape != full.shape or tensor.dtype != full.dtype:
             result["first"] = result["first"] or _shape_difference(name, tensor, full)
             result["equal"] = False
             continue
-        # A complex tensor has one more dimension, with its real and its imaginary part.
-        if full.is_complex():
-            block = TensorBox((*block.offsets, 0), (*block.shape, 2))
-        local = _real(local)
-        expected_part = cut(_real(full), block)
-        result["parts"][name] = _tally(local, expected_part)
         if not _is_full(tensor):
-            result["offsets"][name] = list(block.offsets)
-        result["apart"] += _difference(result, name, local, expected_part, block, limit_of)
+            result["offsets"][name] = list(parts[0][0].offsets)
+        result["parts"][name] = [0.0, 0.0, 0.0]
+        for box, values in parts:
+            _compare_part(result, name, box, values.cpu(), full, limit_of)
     result["apart"] = math.sqrt(result["apart"])
     for name in expected.names:
         if name not in names:
             result["missing"].append(name)
     return result
+
+
+def _compare_part(
+    result: dict[str, Any], name: str, block: TensorBox, local: Tensor, full: Tensor, limit_of: LimitOf
+) -> None:
+    """Add the comparison of one part of a tensor to the result."""
+    # A complex tensor has one more dimension, with its real and its imaginary part.
+    if full.is_complex():
+        block = TensorBox((*block.offsets, 0), (*block.shape, 2))
+    local = _real(local)
+    expected_part = cut(_real(full), block)
+    for column, total in enumerate(_tally(local, expected_part)):
+        result["parts"][name][column] += total
+    result["apart"] += _difference(result, name, local, expected_part, block, limit_of)
 
 
 def _is_full(tensor: Tensor) -> bool:

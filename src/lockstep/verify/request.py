@@ -42,6 +42,7 @@ __all__ = [
     "reference_specs",
     "refusal",
     "run_spec",
+    "with_one_replica",
 ]
 
 
@@ -91,6 +92,7 @@ class Fault:
         stage: the cause that the comparison must report.
         moment: when it shows: "start", "step", "resume" or "end".
         everywhere: whether the single process has it too, where it is harmless.
+        divided: it shows only where several ranks hold one model.
     """
 
     name = ""
@@ -98,6 +100,7 @@ class Fault:
     stage = ""
     moment = "start"
     everywhere = False
+    divided = False
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         """Check that the fault can show in this run.
@@ -129,19 +132,32 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Engine, world size and eager or compiled: one row of the table."""
+    """Engine, world size, eager or compiled, and tensor degree: one row of the table."""
 
     engine: str
     world_size: int
     compiled: bool = False
+    tensor: int = 1
 
     @property
     def key(self) -> str:
         """Name for files, such as `ddp-2-compiled`."""
-        return f"{self.engine}-{self.world_size}{'-compiled' * self.compiled}"
+        degree = f"-tensor-{self.tensor}" if self.tensor > 1 else ""
+        return f"{self.engine}-{self.world_size}{'-compiled' * self.compiled}{degree}"
+
+    @property
+    def replicas(self) -> int:
+        """How many models the ranks hold."""
+        return self.world_size // self.tensor
+
+    @property
+    def one_replica(self) -> "Combination":
+        """The same with a single replica, whose bits those of several replicas must have in exact mode."""
+        return dataclasses.replace(self, world_size=self.tensor)
 
     def __str__(self) -> str:
-        return f"{self.engine} x{self.world_size}{' compiled' * self.compiled}"
+        degree = f" tensor {self.tensor}" if self.tensor > 1 else ""
+        return f"{self.engine} x{self.world_size}{' compiled' * self.compiled}{degree}"
 
 
 REFERENCE = Combination(PLAIN, 1)
@@ -155,7 +171,9 @@ class VerifyRequest:
 
     Attributes:
         engines: () is every engine that needs no further package and no GPU.
-        precision: "" is float64; the config's with `config.exact`, or if one of the engines has no float64.
+        precision: "" is float64; the config's if one of the engines has no float64, or with `config.exact` and without
+            divided models.
+        tensor: degrees of tensor parallelism; () is the config's. The config has the largest.
     """
 
     config: Config
@@ -170,6 +188,7 @@ class VerifyRequest:
     plant_at: int | None = None
     skip_unavailable: bool = False
     scratch: str = ""
+    tensor: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -198,7 +217,12 @@ class VerifyRequest:
     def resolve(self) -> "VerifyRequest":
         """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
-        wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
+        degrees = tuple(dict.fromkeys(self.tensor or (self.config.parallel.tensor,)))
+        _check_degrees(degrees)
+        # One process and several that share its model differ by rounding, which float64 tells from a mistake.
+        wide = (not self.config.exact or max(degrees) > 1) and all(
+            ENGINES[name].float64 for name in engines if name in ENGINES
+        )
         requested, configured = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
         # Not the device's default: a proof names its precision.
         precision = requested or ("float64" if wide else configured or "float32")
@@ -209,9 +233,11 @@ class VerifyRequest:
             stop_at=0,
             resume_anyway=False,
             on_oom="stop",
+            # This checks the other options, too.
+            parallel=dataclasses.replace(self.config.parallel, tensor=max(degrees)),
         )
         config = dataclasses.replace(plain, precision=precision)
-        return dataclasses.replace(self, config=config, engines=engines, precision=precision)
+        return dataclasses.replace(self, config=config, engines=engines, precision=precision, tensor=degrees)
 
 
 @dataclass(frozen=True)
@@ -247,15 +273,26 @@ class TrainingSpec:
         return 0
 
 
-def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) -> list[Combination]:
-    """List every engine at every world size in ascending order.
+def _check_degrees(degrees: Sequence[int]) -> None:
+    for degree in degrees:
+        if degree < 1:
+            raise ConfigError(f"--parallel.tensor {degree} must be at least 1")
+
+
+def combine(
+    engines: Sequence[str], world_sizes: Sequence[int], compiled: bool, degrees: Sequence[int] = (1,)
+) -> list[Combination]:
+    """List every engine at every world size in ascending order, and those of divided models.
 
     The repeated single process comes first.
 
     A single-process engine appears once.
 
+    Args:
+        degrees: of tensor parallelism; each is combined with the world sizes that it divides.
+
     Raises:
-        ConfigError: an unknown engine, or a world size below 1.
+        ConfigError: an unknown engine, a world size below 1, or degrees that do not fit engines or world sizes.
     """
     for name in engines:
         if name not in ENGINES:
@@ -272,13 +309,70 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
     for name in single:
         if name in engines or name == PLAIN:
             pairs.append((name, 1))
-    pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
+    if 1 in degrees:
+        pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
     combinations = [
         Combination(name, size, how)
         for how in ((False, True) if compiled else (False,))
         for name, size in dict.fromkeys(pairs)
     ]
+    combinations += _divided(engines, world_sizes, degrees)
     return sorted(combinations, key=lambda entry: (entry.world_size, entry != REFERENCE, entry.compiled))
+
+
+def _divided(engines: Sequence[str], world_sizes: Sequence[int], degrees: Sequence[int]) -> list[Combination]:
+    """List the combinations in which several ranks hold one model.
+
+    Raises:
+        ConfigError: no engine does that, or a degree and the world sizes do not fit.
+    """
+    several = [degree for degree in degrees if degree > 1]
+    if not several:
+        return []
+    shown = ",".join(map(str, degrees))
+    able = [name for name in engines if ENGINES[name].replicas]
+    if not able:
+        raise ConfigError(f"--engines {','.join(engines)} does not work with --parallel.tensor {shown} yet; add ddp")
+    for size in world_sizes:
+        # The single process runs in any case.
+        if size > 1 and all(size % degree for degree in degrees):
+            raise ConfigError(
+                f"--world-sizes {size} is not a multiple of --parallel.tensor {shown}; use multiples, or leave it out"
+            )
+    combinations = []
+    for degree in several:
+        sizes = [size for size in world_sizes if size % degree == 0]
+        if not sizes:
+            raise ConfigError(
+                f"--parallel.tensor {degree}: none of --world-sizes {','.join(map(str, world_sizes))} is a multiple of "
+                f"it; add {degree}"
+            )
+        for size in sizes:
+            combinations += [Combination(name, size, tensor=degree) for name in able]
+    return list(dict.fromkeys(combinations))
+
+
+def with_one_replica(combinations: Sequence[Combination], job_size: int) -> list[Combination]:
+    """Add the runs with one replica, with which --exact compares the bits of several.
+
+    Args:
+        job_size: the only world size that can run; 0: any.
+
+    Raises:
+        ConfigError: one replica cannot run.
+    """
+    every = list(combinations)
+    for combination in combinations:
+        one = combination.one_replica
+        if combination.tensor == 1 or one in every:
+            continue
+        if job_size:
+            raise ConfigError(
+                f"--exact compares {combination.replicas} replicas of --parallel.tensor {combination.tensor} with one, "
+                f"which needs {one.world_size} ranks; run it without torchrun"
+            )
+        every.append(one)
+    return sorted(every, key=lambda entry: entry.world_size)
 
 
 def refusal(combination: Combination, config: Config) -> str | None:
@@ -291,7 +385,7 @@ def refusal(combination: Combination, config: Config) -> str | None:
     """
     if config.exact and config.micro_batch_size:
         try:
-            check_servable(config.micro_batches, combination.world_size)
+            check_servable(config.micro_batches, combination.replicas)
         except ConfigError as error:
             return str(error)
     return None
@@ -335,7 +429,8 @@ def run_spec(
     """
     exact = request.config.exact and combination.compiled and combination != _COMPILED
     reference = "reference-compiled" if exact else "reference"
-    if fault.everywhere or combination.world_size > 1:
+    several = combination.tensor if fault.divided else combination.world_size
+    if fault.everywhere or several > 1:
         planted = fault
     else:
         planted = Fault()
@@ -344,7 +439,12 @@ def run_spec(
     tolerance = EXACT
     if combination != REFERENCE:
         tolerance = tolerance_of(
-            request.config, combination.world_size, coarsest, other_kernels=eager, measured=measured
+            request.config,
+            combination.world_size,
+            coarsest,
+            other_kernels=eager,
+            measured=measured,
+            divided=combination.tensor > 1,
         )
     return TrainingSpec(combination.key, combination, request, folder, reference, tolerance, planted)
 
@@ -410,6 +510,7 @@ class TableRow:
             "unavailable".
         largest: the largest relative difference of a weight after the last step, and its tensor.
         hidden: smallest difference that would show, as a share of a step's gradient norm.
+        apart: of a divided model: the largest difference of a gradient, as a share of its norm.
         difference: the first difference, if the verdict is "different".
         reason: why the combination failed, cannot run or proves nothing.
     """
@@ -420,6 +521,7 @@ class TableRow:
     difference: Difference | None = None
     reason: str = ""
     hidden: float = 0.0
+    apart: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -428,8 +530,14 @@ class TableRow:
     @property
     def text(self) -> str:
         """The row's text in the table."""
+        degree = self.combination.tensor
         if self.verdict == "equal":
-            return "bitwise equal"
+            return f"bitwise equal to tensor {degree} x 1 replica" if degree > 1 else "bitwise equal"
+        if self.verdict == "close" and degree > 1:
+            return (
+                f"equal to one process within rounding; the largest difference is {self.apart:.1g} of a gradient, the "
+                f"bound {self.hidden:.1g}"
+            )
         if self.verdict == "close":
             largest, tensor = self.largest
             size = f"within rounding: {f'{largest:.1e} at most, in {tensor}' if tensor else 'equal weights at the end'}"

@@ -36,6 +36,8 @@ FINE = 1e-4
 _SPREAD = 4.0
 # Terms of the longest sum inside a model, which another compiler or machine may reorder.
 _KERNEL_TERMS = 4096
+# Terms of a divided model's sums: each layer adds up its ranks' parts, in kernels of other shapes.
+_DIVIDED_TERMS = 256
 # Largest Adam update, in learning rates, of an element whose gradient is all rounding.
 _TRAVEL = 2.0
 
@@ -49,7 +51,7 @@ class Tolerance:
             the longest sum inside the model. 0: no bit may differ.
         sums: unit roundoff of the gradients' dtype.
         inner: unit roundoff of the coarsest dtype that the model computes in.
-        compiled: another compiler than the reference's, so even the first forward differs.
+        compiled: another compiler than the reference's, or a divided model, so even the first forward differs.
         measured: for each step, how far the single process's gradient moved when its sums were rounded differently, as
             a share of the gradient's norm; (): not measured.
     """
@@ -166,7 +168,13 @@ EXACT = Tolerance(0)
 
 
 def tolerance_of(
-    config: Config, world_size: int, coarsest: str, *, other_kernels: bool, measured: tuple[float, ...] = ()
+    config: Config,
+    world_size: int,
+    coarsest: str,
+    *,
+    other_kernels: bool,
+    measured: tuple[float, ...] = (),
+    divided: bool = False,
 ) -> Tolerance:
     """Return the tolerance of a run.
 
@@ -176,21 +184,23 @@ def tolerance_of(
         coarsest: the coarsest dtype that the model computes in.
         other_kernels: the run has another compiler or machine than the reference.
         measured: see Tolerance; it does not apply to other kernels.
+        divided: several ranks hold one model.
     """
-    if config.exact and not other_kernels:
+    if config.exact and not other_kernels and not divided:
         return EXACT
     inner = unit_roundoff(coarsest)
     if config.matmul_precision != "highest" and config.device != "cpu":
         # TF32 has 10 bits after the point, and so this unit roundoff.
         inner = max(inner, 2.0**-11)
-    terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
+    terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels + _DIVIDED_TERMS * divided
     # See VerifyRequest.resolved: "auto" means float32 here.
     if config.precision == "auto":
         precision = "float32"
     else:
         precision = config.precision
     sums = unit_roundoff(str(PARAMETERS[precision]))
-    return Tolerance(terms, sums, inner, other_kernels, () if other_kernels else measured)
+    other = other_kernels or divided
+    return Tolerance(terms, sums, inner, other, () if other else measured)
 
 
 def unit_roundoff(name: str) -> float:

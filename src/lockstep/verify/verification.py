@@ -31,7 +31,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.training.start.named_task import load_task
 from lockstep.verify import certificate
-from lockstep.verify.compare import first_difference, traces_of
+from lockstep.verify.compare import against_one_replica, first_difference, traces_of
 from lockstep.verify.faults import fault
 from lockstep.verify.operations import first_unequal
 from lockstep.verify.recorder import TENSORS
@@ -50,6 +50,7 @@ from lockstep.verify.request import (
     reference_specs,
     refusal,
     run_spec,
+    with_one_replica,
 )
 from lockstep.verify.tolerance import FINE, Tolerance, tolerance_of
 from lockstep.verify.worker import log_operations, read_trace, run_rank
@@ -262,7 +263,10 @@ class Verification:
         """List all combinations. One that cannot run here gets a row, or an error."""
         request = self._request
         job_size = self._executor.world_size
-        combinations = combine(request.engines, [job_size] if job_size else request.world_sizes, request.compile)
+        sizes = [job_size] if job_size else request.world_sizes
+        combinations = combine(request.engines, sizes, request.compile, request.tensor)
+        if request.config.exact:
+            combinations = with_one_replica(combinations, job_size)
         # With one process, only combinations that need no launcher.
         if job_size:
             combinations = [
@@ -275,6 +279,8 @@ class Verification:
             self._fault.check(request.config, request.steps, request.resume)
             if all(combination.world_size == 1 for combination in combinations):
                 raise ConfigError(f"--plant {request.plant} needs several ranks; add --world-sizes 2")
+            if self._fault.divided and max(request.tensor) == 1:
+                raise ConfigError(f"--plant {request.plant} needs a divided model; add --parallel.tensor 2")
         return combinations
 
     def _refuse(self, combinations: list[Combination]) -> None:
@@ -309,7 +315,7 @@ class Verification:
         worlds = []
         for entry in combinations:
             if entry not in self._rows:
-                worlds.append(entry.world_size)
+                worlds.append(entry.replicas)
         if is_open:
             size = _busy_size(self._request.config.batch_size, chosen, worlds)
         else:
@@ -394,17 +400,55 @@ class Verification:
     def _row(self, combination: Combination, traces: list[dict[str, Any]]) -> TableRow:
         spec = self._spec(combination)
         difference = first_difference(traces_of(spec, self._trace(spec.reference), traces))
+        if combination.tensor > 1:
+            return self._row_of_divided(combination, spec, difference, traces)
         comparisons = []
         for trace in traces:
             for step in trace["steps"]:
                 for tensor_type in TENSORS:
                     if tensor_type in step:
                         comparisons.append(step[tensor_type])
-        largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         if difference:
             verdict = "different"
         else:
             verdict = "equal" if all(comparison["equal"] for comparison in comparisons) else "close"
+        return self._judge(combination, spec, verdict, difference, traces)
+
+    def _row_of_divided(
+        self, combination: Combination, spec: TrainingSpec, difference: Difference | None, traces: list[dict[str, Any]]
+    ) -> TableRow:
+        """Return the row of a divided model; in exact mode several replicas must have the bits of one.
+
+        Args:
+            difference: from the single process.
+        """
+        request = self._request
+        verdict = "close"
+        if not difference and request.config.exact and combination.replicas > 1:
+            # It ran before, as the world sizes are in ascending order.
+            one = read_trace(self._executor.folder, combination.one_replica.key, combination.tensor)
+            if one is None:
+                return TableRow(combination, "not proved", reason=f"{combination.one_replica} has no result")
+            difference = against_one_replica(one, traces, request.config.optim.clip)
+            verdict = "equal"
+            if difference:
+                text = f"{difference.text}, compared with tensor {combination.tensor} x 1 replica"
+                difference = dataclasses.replace(difference, text=text)
+        if difference:
+            verdict = "different"
+        row = self._judge(combination, spec, verdict, difference, traces)
+        return dataclasses.replace(row, apart=_largest_share(self._reference, traces[: combination.tensor]))
+
+    def _judge(
+        self,
+        combination: Combination,
+        spec: TrainingSpec,
+        verdict: str,
+        difference: Difference | None,
+        traces: list[dict[str, Any]],
+    ) -> TableRow:
+        """Return the row of a verdict, or "not proved"."""
+        largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         if difference:
             unproved = ""
         else:
@@ -518,6 +562,25 @@ def repeats(first: list[dict[str, Any]], second: list[dict[str, Any]], step: int
     return True
 
 
+def _largest_share(reference: dict[str, Any], replica: list[dict[str, Any]]) -> float:
+    """Return how far the gradient of one replica is from the single process's, in the step where it is farthest.
+
+    Args:
+        replica: the traces of its ranks. Tensors that all of them have in full count several times, so the result is
+            too large rather than too small.
+
+    Returns:
+        A share of the gradient's norm.
+    """
+    largest = 0.0
+    for at, step in enumerate(reference["steps"]):
+        square = step.get("gradient", {}).get("square", 0.0)
+        apart = [trace["steps"][at].get("gradient", {}).get("apart", 0.0) for trace in replica]
+        if square:
+            largest = max(largest, math.hypot(*apart) / math.sqrt(square))
+    return largest
+
+
 def _relative_moves(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
     """Return the gradient's relative move in each step; () if an engine hides its gradients."""
     moves: list[float] = []
@@ -535,7 +598,7 @@ def _idle_note(combinations: list[Combination], config: Config) -> list[str]:
     parts = config.micro_batches
     without = []
     for combination in combinations:
-        if _leaves_idle(parts, combination.world_size):
+        if _leaves_idle(parts, combination.replicas):
             without.append(combination)
     if not without:
         return []
@@ -781,6 +844,7 @@ def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyR
         "plant_at": own.plant_at,
         "skip_unavailable": own.skip_unavailable,
         "scratch": own.scratch,
+        "tensor": own.tensor,
     }
     return VerifyRequest(dataclasses.replace(config, compile=False), **fields | changes)
 
@@ -808,4 +872,6 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
     same = {}
     for key in ("engines", "world_sizes", "steps", "resume_at", "compile"):
         same[key] = content[key]
+    # A certificate of an earlier version has no divided models.
+    same["tensor"] = content.get("tensor", ())
     return _request(own, proved, **same, precision=proved.precision)

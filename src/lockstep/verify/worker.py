@@ -19,6 +19,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.agreement import on_all_ranks
@@ -26,6 +27,7 @@ from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.registry import options_for
+from lockstep.errors import LockstepError
 from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.passes import loss_of
@@ -34,6 +36,7 @@ from lockstep.task import Task, as_task, has_step_loss, items_of_a_sample
 from lockstep.training.evaluation import evaluate_all
 from lockstep.training.start.build import BuildRequest, build_together
 from lockstep.training.start.named_task import make_task
+from lockstep.training.start.replicas import form_replicas
 from lockstep.training.start.sharing import shares_for
 from lockstep.training.state.parts import RunParts
 from lockstep.training.state.plan import FIXED
@@ -51,9 +54,12 @@ __all__ = ["log_operations", "read_trace", "run_rank"]
 def run_rank(world: World, say: Callable[..., None], specs: Sequence[TrainingSpec]) -> None:
     """Run the specs in order, and write this rank's trace of each."""
     (specs[0].folder / "traces").mkdir(exist_ok=True)
+    # A world of its own for each degree, since the ranks of a world are divided into replicas once.
+    worlds: dict[int, World] = {}
     for spec in specs:
+        own = worlds.setdefault(spec.combination.tensor, dataclasses.replace(world))
         with _eager_random_numbers(spec):
-            trace = _trace(world, say, spec)
+            trace = _trace(own, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
         # A trace is written completely or not at all: its existence shows that the run ended on this rank.
         write_whole(path, json.dumps(trace), lasting=False)
@@ -107,7 +113,9 @@ def _trace(world: World, say: Callable[..., None], spec: TrainingSpec) -> dict[s
     request = spec.request
     fault = spec.fault
     ends = [spec.resume, request.steps] if spec.resume else [request.steps]
+    form_replicas(_config(spec, world, spec.key), world)  # collective
     trace: dict[str, Any] = {"rank": world.rank, "steps": [], "resumed": ends[:-1]}
+    trace["coordinate"] = world.replica.rank
     before: dict[str, Any] | None = None
     for begin, end in zip([0, *ends], ends, strict=False):
         context = FaultContext(world, request.config, request.fault_step, begin)
@@ -128,6 +136,8 @@ def _trace(world: World, say: Callable[..., None], spec: TrainingSpec) -> dict[s
             before,
             tracks_dtypes=not spec.reference and not built.config.compile,
             one_update=built.task.own_steps is None,
+            # They name the first layer that computes something else.
+            tracks_outputs=max(request.tensor, default=1) > 1 and not built.config.compile,
         )
         with contextlib.closing(context.step_loader):
             _run_steps(built, recorder, spec, context, end, say)
@@ -237,9 +247,26 @@ def _seed(built: RunParts) -> Seed:
 
 def _build(spec: TrainingSpec, world: World, context: FaultContext, name: str) -> RunParts:
     """Build the parts of the run in a folder away from the user's."""
+    config = _config(spec, world, name)
+    # All ranks: an error in the user's code on one of them ends all.
+    task = on_all_ranks(world, lambda: _task(spec, config))
+    # The same cut in every run, so that the random draws are the same too.
+    try:
+        with world.together():
+            return build_together(config, spec.fault.task(task, context), world, None, BuildRequest(cut=FIXED))
+    except LockstepError as error:
+        # The loss works in a single process, so its plan is wrong and not the request.
+        if config.parallel.tensor > 1 and isinstance(error.__cause__, RuntimeError | IndexError):
+            raise LockstepError(f"where the model is divided, {error}") from error
+        raise
+
+
+def _config(spec: TrainingSpec, world: World, name: str) -> Config:
+    """Return the configuration of a spec's run."""
     base = spec.request.config
     engine = spec.combination.engine
-    config = dataclasses.replace(
+    degree = spec.combination.tensor
+    return dataclasses.replace(
         base,
         engine=engine,
         compile=spec.combination.compiled,
@@ -250,12 +277,9 @@ def _build(spec: TrainingSpec, world: World, context: FaultContext, name: str) -
         guards=dataclasses.replace(base.guards, audit=0.0),
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
+        # Undivided runs must not have the options of divided ones.
+        parallel=dataclasses.replace(base.parallel, tensor=degree) if degree > 1 else Parallel(),
     )
-    # All ranks: an error in the user's code on one of them ends all.
-    task = on_all_ranks(world, lambda: _task(spec, config))
-    # The same cut in every run, so that the random draws are the same too.
-    with world.together():
-        return build_together(config, spec.fault.task(task, context), world, None, BuildRequest(cut=FIXED))
 
 
 def _task(spec: TrainingSpec, config: Config) -> Task:

@@ -19,6 +19,7 @@ from lockstep.task import Task, has_own, user_task
 __all__ = [
     "divide_model",
     "form_replicas",
+    "plan_of",
 ]
 
 
@@ -53,7 +54,7 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     if world.replica.size != degree:
         raise ConfigError(f"--parallel.tensor {degree}: this command does not divide models yet; leave the flag out")
     _check_task(task, degree)
-    cut(model, _mesh_of(world)["tp"], _plan_of(config, task, model), exact=config.exact)
+    cut(model, _mesh_of(world)["tp"], plan_of(config, task, model), exact=config.exact)
 
 
 def _mesh_of(world: World) -> DeviceMesh:
@@ -68,7 +69,7 @@ def _mesh_of(world: World) -> DeviceMesh:
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
 
 
-def _plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
+def plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
     """Return how the model's layers are divided: by the task, else as its architecture says."""
     degree = config.parallel.tensor
     plan = task.parallelize(model)
