@@ -84,7 +84,7 @@ def _exact(world, folder, engine):
     return train(world, folder, TinyGPT(dropout=0.1), 2, exact=True, max_steps=3, eval_freq=0, engine=engine)
 
 
-def test_replicas_and_shards_do_not_change_the_bits_in_exact_mode(tmp_path):
+def test_shards_do_not_change_the_bits_in_exact_mode(tmp_path):
     for ranks, engine in ((2, "ddp"), (2, "fsdp"), (4, "fsdp")):
         run(_exact, ranks, tmp_path / f"{engine}{ranks}", engine)
     assert small_runs.mark(tmp_path / "ddp2") == small_runs.mark(tmp_path / "fsdp2")
@@ -100,7 +100,7 @@ def _copies(world, folder):
     return _until(world, folder, "fsdp", 2, 0, sharding="none")
 
 
-def test_a_checkpoint_of_divided_shards_resumes_on_any_plan_and_back(tmp_path):
+def test_a_checkpoint_of_divided_shards_resumes_on_any_plan(tmp_path):
     _until(None, tmp_path / "one", "single", 1, 0)
     run(_until, 4, tmp_path / "moved", "fsdp", 2, 1)
     run(_until, 2, tmp_path / "moved", "ddp", 2, 2)
