@@ -101,6 +101,7 @@ ENGINES = {
     "fsdp": EngineEntry(
         "fsdp.engine:FSDP",
         survives_loss=True,
+        replicas=True,
         block_norms=True,
         exact_penalty=False,
         places_model=True,

@@ -37,6 +37,8 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "model.load_in": (("full",), "use full"),
     "guards.audit": ((0,), "use 0"),
     "optim.name": (("adamw", "adam", "sgd"), "use adamw"),
+    "engine_options.cpu_offload": ((False,), "leave it out"),
+    "engine_options.meta_init": ((False,), "leave it out"),
 }
 
 

@@ -40,6 +40,7 @@ import xxhash
 
 # Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors
 from lockstep.distributed.devices import check_unshared, identity, local_device
@@ -118,6 +119,7 @@ class World:
         timeout: seconds after which a collective fails that a peer did not join.
         control: gloo group for agreements; None in a world of one that no launcher started.
         group: the training backend's group; None: torch's default one, of all ranks of the run.
+        mesh: of these ranks, a dimension of the mesh ("dp", "tp") of all ranks of the run; None without replicas.
         quiet: print nothing to the user, since the process is not yet one that reports.
         leads: for each rank the first one that sees the same run folder; (): all see rank 0's.
         loaded: kind -> [epochs, steps] of the `lockstep.loader`s so far; the next of the kind continues there.
@@ -130,6 +132,7 @@ class World:
     timeout: float = 600.0
     control: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
     quiet: bool = False
     leads: tuple[int, ...] = ()
     loaded: dict[str, list[int]] = field(default_factory=dict, compare=False)
@@ -260,6 +263,7 @@ class World:
         # All ranks form two groups of each kind in this order.
         self._data_parallel = self._form_part("dp", range(self.rank % size, self.size, size))  # collective
         self._replica = self._form_part("replica", range(first, first + size))  # collective
+        self._share_mesh(self._data_parallel, self._replica)
 
     def _form_part(self, purpose: str, ranks: range) -> "World":
         """Form the world of some of the ranks. Collective over them."""
@@ -269,6 +273,19 @@ class World:
         part._scope = f"{self._scope}/{purpose}-{ranks.start}"
         part._global_ranks = tuple(ranks)
         return part
+
+    def _share_mesh(self, data_parallel: "World", replica: "World") -> None:
+        """Give the parts their dimension of one mesh of all ranks, with the groups that they have."""
+        groups = []
+        for part in (data_parallel, replica):
+            # None is the default group, which a world of some of the ranks never uses.
+            assert part.group is not None
+            groups.append(part.group)
+        ranks = torch.arange(self.size).view(-1, replica.size)
+        # One mesh, since FSDP joins the dimensions, and a save finds a tensor's other holders by the whole mesh.
+        mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+        data_parallel.mesh = mesh["dp"]
+        replica.mesh = mesh["tp"]
 
     @property
     def data_parallel(self) -> "World":

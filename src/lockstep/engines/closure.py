@@ -1,7 +1,7 @@
 """Support optimizers with a closure, and rehearse a step.
 
 - `Closure`, `takes_closure`, `step_of`: an optimizer that evaluates the loss several times in a step.
-- `uniform_groups`: groups without a mixture of sharded and whole parameters.
+- `uniform_groups`: groups of parameters on one mesh each, or of whole ones.
 - `pack`, `unpack`: the state of LBFGS as named tensors.
 - `Alone`, `blame_optimizer`, `check_dense`: for the engines' `rehearse`: a loss computed on one rank, and errors that
   name the user's line.
@@ -94,9 +94,9 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Split each group that mixes sharded and whole parameters in two.
+    """Split each group by the meshes of its parameters; whole ones have none.
 
-    torch's foreach and fused kernels take no list with both.
+    torch's foreach and fused kernels take no list with several.
 
     Afterwards the groups are the same objects as before, with what the optimizer wrote into them.
     """
@@ -104,11 +104,14 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     split_groups = list[dict[str, Any]]()
     first_indices = []
     for group in groups:
-        sharded = [parameter for parameter in group["params"] if is_dtensor(parameter)]
-        whole = [parameter for parameter in group["params"] if not is_dtensor(parameter)]
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(parameter.device_mesh if is_dtensor(parameter) else None, []).append(parameter)
         first_indices.append(len(split_groups))
-        mixed = sharded and whole
-        split_groups += [{**group, "params": sharded}, {**group, "params": whole}] if mixed else [group]
+        if len(by_mesh) > 1:
+            split_groups += [{**group, "params": parameters} for parameters in by_mesh.values()]
+        else:
+            split_groups.append(group)
     if len(split_groups) == len(groups):
         yield
         return

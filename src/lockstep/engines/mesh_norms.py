@@ -8,7 +8,7 @@ torch's `clip_grad_norm_` fails where gradients are on several meshes, and a pla
 whole gradient once a rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,22 +29,27 @@ class MeshNorm:
     Args:
         exact: add in the order of the coordinates, and then in the order of the gradients, so that the bits do not
             depend on an all-reduce.
+        norms: computes the norm of each gradient, over the ranks of the mesh's dimension "dp" too; None: of the part
+            that this rank has.
     """
 
-    def __init__(self, *, exact: bool = False) -> None:
+    def __init__(self, *, exact: bool = False, norms: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
         self._add = _gather_and_add if exact else _all_reduce
         self._exact = exact
+        self._norms = norms or _local_norms
+        # The dimension over which nothing is left to add.
+        self._done = "" if norms is None else "dp"
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients, 0-dim; the same on every rank. Collective."""
         if not gradients:
             return torch.zeros(())
-        squares = _local_squares(gradients)
+        squares = self._squares(gradients)  # collective if `norms` is
         if self._exact:
             # One square for each gradient, so that the order of addition is the model's, however it is cut.
             return torch.stack(self._sum_each(squares, gradients)).sum().sqrt()
         totals = []
-        for groups, indices in _by_groups(gradients).items():
+        for groups, indices in self._by_groups(gradients).items():
             total = torch.stack([squares[index] for index in indices]).sum()
             totals.append(self._sum_over(total, groups))  # collective
         return torch.stack(totals).sum().sqrt()
@@ -53,12 +58,16 @@ class MeshNorm:
         """Return the norm of each gradient, 0-dim. Collective."""
         if not gradients:
             return []
-        return [square.sqrt() for square in self._sum_each(_local_squares(gradients), gradients)]
+        return [square.sqrt() for square in self._sum_each(self._squares(gradients), gradients)]
+
+    def _squares(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the square of each gradient's norm on this rank, 0-dim. Collective if `norms` is."""
+        return list(torch.stack(self._norms(gradients)).square().unbind())
 
     def _sum_each(self, squares: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return each gradient's square over all ranks. Collective."""
         sums = list(squares)
-        for groups, indices in _by_groups(gradients).items():
+        for groups, indices in self._by_groups(gradients).items():
             together = torch.stack([squares[index] for index in indices])
             totals = self._sum_over(together, groups).unbind()  # collective
             for index, total in zip(indices, totals, strict=True):
@@ -71,34 +80,32 @@ class MeshNorm:
             squares = self._add(squares, group)  # collective
         return squares
 
+    def _by_groups(self, gradients: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
+        """Return the indices of the gradients by the groups over which their squares are added.
 
-def _local_squares(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the square of the norm of each gradient's part on this rank, 0-dim."""
-    norms = norms_of([local_of(gradient) for gradient in gradients])
-    return list(torch.stack(norms).square().unbind())
-
-
-def _by_groups(gradients: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
-    """Return the indices of the gradients by the groups that they are cut over, in the first gradient's order.
-
-    The order is the same on every rank, since it is the model's.
-    """
-    found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for index, gradient in enumerate(gradients):
-        found.setdefault(_cut_over(gradient), []).append(index)
-    return found
+        The order is the same on every rank, since it is the model's.
+        """
+        found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for index, gradient in enumerate(gradients):
+            found.setdefault(_cut_over(gradient, self._done), []).append(index)
+        return found
 
 
-def _cut_over(gradient: Any) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of the mesh dimensions over which a gradient is cut; () for a whole one."""
+def _local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    return norms_of([local_of(gradient) for gradient in gradients])
+
+
+def _cut_over(gradient: Any, done: str) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of the mesh dimensions over which a gradient is cut, except `done`; () for a whole one."""
     if not is_dtensor(gradient):
         return ()
+    names = gradient.device_mesh.mesh_dim_names or [""] * len(gradient.placements)
     groups = []
-    for dim, placement in enumerate(gradient.placements):
+    for dim, (name, placement) in enumerate(zip(names, gradient.placements, strict=True)):
         if placement.is_partial():
             raise LockstepError("a gradient has not been summed over the ranks of its model; this is a bug")
         # Not `is_shard`, which is false for the placement of packed layers.
-        if not placement.is_replicate():
+        if not placement.is_replicate() and not (done and name == done):
             groups.append(gradient.device_mesh.get_group(dim))
     return tuple(groups)
 

@@ -351,6 +351,9 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
     device_type = world.device.type
     size = replica_size(options, world)
     if options.sharding in ("full", "grad-op"):
+        # Joined with the dimension over which layers are cut, so it comes from the same mesh.
+        if world.mesh is not None:
+            return world.mesh
         return init_device_mesh(device_type, (world.size,), mesh_dim_names=("shard",))
     # After a failure a single group of replicas may remain.
     too_few = world.is_first and world.size == size
@@ -360,6 +363,9 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
             "groups of at least two; set --engine.shard-size, or use --engine.sharding full"
         )
     names = ("replicate", "shard")
+    if world.mesh is not None:
+        # Private: torch has no public way to divide a dimension of a mesh. All ranks of the run form the groups.
+        return world.mesh._unflatten(0, (world.size // size, size), names)  # collective
     if world.is_first:
         return init_device_mesh(device_type, (world.size // size, size), mesh_dim_names=names)
     # New groups, not the default one: the failure of a further rank then shows soon.

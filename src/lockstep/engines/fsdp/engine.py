@@ -3,9 +3,10 @@
 `FSDP` is the engine. `ExactReduceScatter` and `ExactNorm` give it the bits of a single process in exact mode.
 """
 
+import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast, final
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -22,7 +22,7 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.rows import assign_owners, gather_rows
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
+from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult, at_rest
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, same_start, shorten
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
@@ -38,7 +38,8 @@ from lockstep.engines.fsdp.apply import (
     replica_size,
     shard,
 )
-from lockstep.engines.fsdp.whole import WholeParameters, find_whole, is_whole
+from lockstep.engines.fsdp.whole import WholeParameters, find_whole
+from lockstep.engines.mesh_norms import MeshNorm
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, combine_norms, list_trained, norms_of
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
@@ -96,7 +97,7 @@ class ExactNorm:
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         return combine_norms(self.each(gradients))
 
-    def each(self, gradients: list[Tensor]) -> list[Tensor]:
+    def each(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the norm of each gradient. Collective."""
         shards: list[Tensor] = []
         for gradient in gradients:
@@ -133,13 +134,23 @@ class ExactNorm:
         wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
         local_shards = [local_of(gradient).to(wide) for gradient in gradients]
         # All ranks: an all-to-all gathers each gradient on its owner.
-        shapes = [gradient.shape for gradient in gradients]
+        shapes = [_shape_in_replica(gradient) for gradient in gradients]
         wholes = gather_rows(local_shards, shapes, owners, self._world.group)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
         whole_gradients = []
         for tensor, gradient in zip(wholes, sources, strict=True):
             whole_gradients.append(tensor.to(gradient.dtype))
         return whole_gradients
+
+
+def _shape_in_replica(gradient: Any) -> list[int]:
+    """Return the shape of the part of a gradient that the shards of this data-parallel group form."""
+    shape = list(gradient.shape)
+    # The mesh's first dimension is that of the shards; over the others layers are cut, which they divide.
+    for ranks, placement in list(zip(gradient.device_mesh.shape, gradient.placements, strict=True))[1:]:
+        if not placement.is_replicate():
+            shape[placement.dim] //= ranks
+    return shape
 
 
 class ExactReduceScatter:
@@ -247,7 +258,8 @@ class FSDP(BareEngine):
             dense_flag=_NAME,
         )
         self._update = OptimizerStep(model, instance, request, spec)
-        self._update.is_mixed = bool(whole)
+        # In a replica some shards are on a mesh of two dimensions.
+        self._update.is_mixed = bool(whole) or world.mesh is not None
         _check_optimizer_parameters(model, self._update)
         self._set_sum_reduction()
         self._watch_usage()
@@ -434,13 +446,22 @@ class FSDP(BareEngine):
         instance = optimizer(self.model)
         parameters = list_trained(self.model, instance)
         spec = UpdateSpec(parameters, is_fixed=True, single_pass_flag=_NAME, dense_flag=_NAME)
+        if self._world.mesh is not None:
+            # Other ranks of the replica have parts of the same layers.
+            norm = MeshNorm(exact=True)
+            spec = dataclasses.replace(spec, norm=norm, norms=norm.each, local=local_of)
         self._update = OptimizerStep(self.model, instance, self._request, spec)
+        self._update.is_mixed = self._world.mesh is not None
         self._tree = Tree(parameters, self._request.exact, self._world)
 
     def _norms(self, mesh: Any) -> tuple[Any, Any]:
         """Return the functions for the norm of all gradients, and of each."""
+        exact = ExactNorm(self._world)
+        if self._world.mesh is not None:
+            # Layers may be cut over other ranks too.
+            nested = MeshNorm(exact=True, norms=exact.each) if self._request.exact else MeshNorm()
+            return nested, nested.each
         if self._request.exact:
-            exact = ExactNorm(self._world)
             return exact, exact.each
         # The last dimension of the mesh is that of the shards.
         group = mesh.get_group(mesh.ndim - 1)
@@ -511,11 +532,14 @@ class FSDP(BareEngine):
 
     def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gathered parameter) of trained shards, gathering one unit at a time."""
+        at_rest(self.model)
+        # Not by their type: in a replica a gathered parameter is a DTensor too.
+        resting = set(self.model.parameters())
         for unit in self._units:
             # All ranks gather the unit, one unit at a time, so that at most one is whole.
             unit.unshard()  # collective
             for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad and not is_whole(parameter) and not isinstance(parameter, DTensor):
+                if parameter.requires_grad and parameter not in resting:
                     yield name, parameter
             unit.reshard()
 

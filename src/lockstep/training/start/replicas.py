@@ -4,9 +4,7 @@ form_replicas(config, world)            # collective; world.replica, world.data_
 divide_model(config, task, model, world)
 """
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
@@ -54,19 +52,9 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     if world.replica.size != degree:
         raise ConfigError(f"--parallel.tensor {degree}: this command does not divide models yet; leave the flag out")
     _check_task(task, degree)
-    cut(model, _mesh_of(world)["tp"], plan_of(config, task, model), exact=config.exact)
-
-
-def _mesh_of(world: World) -> DeviceMesh:
-    """Return the mesh of all ranks, (dp, tp), with the groups that the world has formed."""
-    groups = []
-    for part in (world.data_parallel, world.replica):
-        # None is the default group, which a world of some of the ranks never uses.
-        assert part.group is not None
-        groups.append(part.group)
-    ranks = torch.arange(world.size).view(-1, world.replica.size)
-    # The whole mesh, since a save finds a tensor's other holders by it.
-    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+    mesh = world.replica.mesh
+    assert mesh is not None
+    cut(model, mesh, plan_of(config, task, model), exact=config.exact)
 
 
 def plan_of(config: Config, task: Task, model: nn.Module) -> Plan:

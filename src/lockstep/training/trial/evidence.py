@@ -320,11 +320,12 @@ class _Weighing:
             stack.enter_context(training_modes(self.trial.model, self.trial.training_modes))
             stack.enter_context(exact_arithmetic(self._model))
             stack.enter_context(own_gradients(self._parameters))
-            stack.enter_context(move_weights([local_of(p) for p in self._parameters], self._seed))
             if self.is_sharded:
-                # A changed set of trained parameters must rebuild the engine before its backward is taken.
+                # A changed set of trained parameters must rebuild the engine before its backward is taken, and before
+                # the weights move, at which its averages of the new ones begin.
                 self.trial.engine.accumulate(True, False)
                 undo_step(self.trial.engine)
+            stack.enter_context(move_weights([local_of(p) for p in self._parameters], self._seed))
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
             yield self
 
