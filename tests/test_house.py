@@ -139,7 +139,10 @@ def test_engines_are_named_in_their_own_room_alone():
 
 def test_a_collective_is_issued_where_its_failure_is_translated():
     """But for the hook that DDP's backward calls, for own measurements, and for traced and compared programs."""
-    issued = re.compile(r"(?<![\w.])dist\.(all_\w+|broadcast|barrier|reduce\w*|new_group)\(|\.full_tensor\(\)")
+    single = r"i?send\w*|i?recv\w*|batch_\w+|P2POp"
+    issued = re.compile(
+        rf"(?<![\w.])dist\.(all_\w+|broadcast|barrier|reduce\w*|new_group|{single})\(|\.full_tensor\(\)"
+    )
     own = {f"distributed/{name}.py" for name in ("collectives", "world", "exchange")} | {"engines/ddp.py"}
     for path in modules():
         where = path.relative_to(ROOT).as_posix()
@@ -149,7 +152,7 @@ def test_a_collective_is_issued_where_its_failure_is_translated():
 
 def test_a_collective_names_its_group():
     """Of an engine: its world's; with replicas of several ranks the default group has too many ranks."""
-    collective = re.compile(r"all_\w+|broadcast|barrier|reduce\w*|gather\w*|scatter\w*")
+    collective = re.compile(r"all_\w+|broadcast|barrier|reduce\w*|gather\w*|scatter\w*|i?send|i?recv|exchange|P2POp")
     for path in modules():
         if path.relative_to(ROOT).parts[0] in ("trace", "diagnose"):
             continue

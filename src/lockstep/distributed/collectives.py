@@ -2,6 +2,7 @@
 
     all_reduce(tensor, group=world.control)  # on the host; group=world.group: on the device
     wait(work)                              # of a collective with `async_op`
+    exchange([(tensor, 1)], [(empty, 1)], group=world.group)    # with single ranks
     full_tensor(parameter)                  # of a DTensor
 
 All collectives of lockstep go through here or through `World`, so that every caller sees the same error. Those that
@@ -9,7 +10,7 @@ torch issues by itself, in the hooks of DDP and FSDP, are translated where forwa
 `membership.translate_errors`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,10 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "exchange",
     "full_tensor",
+    "isend",
+    "recv",
     "wait",
 ]
 
@@ -88,6 +92,38 @@ def all_to_all_single(output: Tensor, values: Tensor, *splits: list[int] | None,
 def barrier(*, group: ProcessGroup | None, **options: Any) -> Any:
     """Call `dist.barrier`. Collective."""
     return _issue(dist.barrier, group=group, **options)  # collective
+
+
+# Ranks of single messages are those in the group.
+
+
+def isend(tensor: Tensor, rank: int, *, group: ProcessGroup | None) -> dist.Work:
+    """Begin to send a tensor to one rank; keep it, and `wait` for the result."""
+    work: dist.Work = _issue(dist.isend, tensor, group=group, group_dst=rank)
+    return work
+
+
+def recv(tensor: Tensor, rank: int, *, group: ProcessGroup | None) -> None:
+    """Receive a tensor from one rank, in place. Blocks until it is there."""
+    _issue(dist.recv, tensor, group=group, group_src=rank)
+
+
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, group: ProcessGroup | None
+) -> None:
+    """Send and receive tensors, each with its rank, all at once. Blocks until all are through.
+
+    On NCCL, where this was not tried yet, one call fuses them: two ranks that each send before they receive would wait
+    for each other there.
+    """
+    operations = []
+    for tensor, rank in sends:
+        operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=rank))
+    for tensor, rank in receives:
+        operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
+    if operations:
+        for work in _issue(dist.batch_isend_irecv, operations):
+            wait(work)
 
 
 def wait(work: dist.Work, timeout: timedelta | None = None) -> None:

@@ -3,6 +3,7 @@
     norm = MeshNorm(exact=False)
     norm(gradients)             # the 2-norm of all, the same on every rank
     norm.each(gradients)        # of each
+    norm = StageNorm(stage, model, world.replica)       # each stage of a pipeline has some of the parameters
 
 torch's `clip_grad_norm_` fails where gradients are on several meshes, and a plain sum over the ranks would count a
 whole gradient once a rank.
@@ -13,14 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.distributed import collectives
-from lockstep.engines.optimizer_step import norms_of
+from lockstep.distributed.world import World
+from lockstep.engines.optimizer_step import combine_norms, norms_of
 from lockstep.errors import LockstepError
+from lockstep.parallel.stages import Stage
 from lockstep.tensors import is_dtensor, local_of
 
-__all__ = ["MeshNorm"]
+__all__ = ["MeshNorm", "StageNorm"]
 
 
 class MeshNorm:
@@ -89,6 +92,46 @@ class MeshNorm:
         for index, gradient in enumerate(gradients):
             found.setdefault(_cut_over(gradient, self._done), []).append(index)
         return found
+
+
+class StageNorm:
+    """The 2-norm of the gradients of all stages of a pipeline, each parameter counted once.
+
+    Every parameter's norm travels, and they are combined in the whole model's order, as `total_norm` does in one
+    process: the number of stages changes no bit. A parameter without a gradient counts as 0.
+
+    Args:
+        stage: of this rank.
+        model: this rank's part.
+        world: its ranks are the stages.
+    """
+
+    def __init__(self, stage: Stage, model: nn.Module, world: World) -> None:
+        self._world = world
+        self._dtype = stage.norm_dtype
+        self._size = len(stage.trained)
+        # Of this rank's parameters: the index among all trained ones. None where another stage counts them.
+        self._indices: dict[Tensor, int | None] = {}
+        order = {name: index for index, name in enumerate(stage.trained)}
+        for name, parameter in model.named_parameters():
+            if name in order:
+                is_counted = stage.holders[name][0] == stage.index.index
+                self._indices[parameter] = order[name] if is_counted else None
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients, 0-dim; the same bits on every stage. Collective.
+
+        Args:
+            gradients: of this rank's trained parameters that have one, in the model's order.
+        """
+        indices = [index for parameter, index in self._indices.items() if parameter.grad is not None]
+        norms = torch.zeros(self._size, dtype=self._dtype, device=self._world.device)
+        for norm, index in zip(norms_of(list(gradients)), indices, strict=True):
+            if index is not None:
+                norms[index] = norm
+        # Exact in any order: each number is added to zeros.
+        collectives.all_reduce(norms, group=self._world.group)  # collective
+        return combine_norms(list(norms.unbind()))
 
 
 def _local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,254 @@
+"""Run the micro-batches of a step through the stages of a pipeline, one forward and one backward in turns.
+
+    pipeline = Pipeline(stage, world.replica)
+    losses = pipeline.passes(count, loss, backward)     # [] except on the last stage
+    pipeline.add_tied(model)                            # after the exchange with other replicas, before the norm
+
+The order is that of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", arXiv 2104.04473, section 2.2.1 ("1F1B"): a stage holds the activations of at most as many micro-batches
+as there are stages from it to the end. Only hidden states and their gradients travel, in any shape: with each hidden
+state goes a note of its shape and dtype, and the state of the random generators, so that the draws are those of one
+process.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed import collectives
+from lockstep.distributed.world import World
+from lockstep.errors import LockstepError
+from lockstep.parallel.stages import Arrival, Stage, generator_states
+from lockstep.tensors import as_bytes, from_bytes
+
+__all__ = ["Pipeline"]
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Most dimensions of a hidden state; a note has one length.
+_DIMENSIONS = 8
+# Of a note: dtype, number of dimensions, and the dimensions.
+_NUMBERS = 2 + _DIMENSIONS
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch between its forward and its backward.
+
+    Attributes:
+        number: of the micro-batch in the step.
+        hidden: what the stage got; None on the first.
+        output: what it sent on, or the loss.
+    """
+
+    number: int
+    hidden: Tensor | None
+    output: Tensor
+
+
+class _FromGradient(torch.autograd.Function):
+    """A loss whose backward gives a tensor a gradient that is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> Any:
+        # Weights and scales of the loss are in the gradient already: the last stage applied them.
+        return ctx.saved_tensors[0], None
+
+
+class Pipeline:
+    """The stages of one replica, seen from one of them.
+
+    Args:
+        stage: of this rank.
+        replica: its ranks are the stages, in order.
+    """
+
+    def __init__(self, stage: Stage, replica: World) -> None:
+        self._stage = stage
+        self._index = stage.index
+        self._group = replica.group
+        self._control = replica.control
+        self._device = replica.device
+        self._note_bytes = 8 * _NUMBERS + generator_states(replica.device).numel()
+
+    def passes(
+        self, count: int, loss: Callable[[int], Tensor], backward: Callable[[int, Tensor], None]
+    ) -> list[Tensor]:
+        """Run forward and backward of a step's micro-batches. Collective over the stages.
+
+        Args:
+            count: of micro-batches, the same on every stage.
+            loss: number of a micro-batch -> its loss; seeds the generators first.
+            backward: (number, loss) -> None; accumulates gradients. Before the last stage the loss is a number whose
+                backward continues with the gradient from the next stage, whatever it is multiplied by.
+
+        Returns:
+            The losses, detached, on the last stage; [] on the others.
+        """
+        warmup = min(count, self._index.stages - 1 - self._index.index)
+        flights: deque[_Flight] = deque()
+        losses: list[Tensor] = []
+        arrival: Arrival | None = None
+        for number in range(count):
+            if number <= warmup:
+                # Blocks: there is nothing else to do before the first micro-batches arrive.
+                arrival = self._transfer(receives_next=True)[0]
+            flight, note = self._forward(number, loss, arrival)
+            flights.append(flight)
+            arrival = None
+            if number < warmup:
+                # Blocks until the next stage, which does nothing else yet, has it.
+                self._transfer(output=flight.output, note=note)
+                continue
+            # Blocks for the gradient, without which there is no backward.
+            gradient = self._transfer(output=flight.output, note=note, backward_of=flights[0])[1]
+            done = flights.popleft()
+            left = self._backward(done, gradient, backward, losses)
+            # Blocks until the previous stage has the gradient and has sent its next micro-batch.
+            arrival = self._transfer(gradient=left, receives_next=number + 1 < count)[0]
+        while flights:
+            # Blocks for the gradient: what is left are backwards.
+            gradient = self._transfer(backward_of=flights[0])[1]
+            left = self._backward(flights.popleft(), gradient, backward, losses)
+            # Blocks until the previous stage has it, which waits for it.
+            self._transfer(gradient=left)
+        return losses
+
+    def forwards(self, count: int, loss: Callable[[int], Tensor]) -> list[Tensor]:
+        """Run forwards alone, as for an evaluation; return the losses on the last stage. Collective over the stages."""
+        losses: list[Tensor] = []
+        for number in range(count):
+            # Blocks until the previous stage has computed the micro-batch.
+            arrival = self._transfer(receives_next=True)[0]
+            flight, note = self._forward(number, loss, arrival)
+            # Blocks until the next stage is ready for it.
+            self._transfer(output=flight.output, note=note)
+            if self._index.is_last:
+                losses.append(flight.output.detach())
+        return losses
+
+    def _forward(self, number: int, loss: Callable[[int], Tensor], arrival: Arrival | None) -> tuple[_Flight, Tensor]:
+        """Run a micro-batch's forward; return it with the generators' states."""
+        output, generators = self._stage.forward(lambda: loss(number), arrival)
+        hidden = None if arrival is None else arrival.hidden
+        return _Flight(number, hidden, output), generators
+
+    def _backward(
+        self, flight: _Flight, gradient: Tensor | None, backward: Callable[[int, Tensor], None], losses: list[Tensor]
+    ) -> Tensor | None:
+        """Run a micro-batch's backward; return the gradient for the previous stage."""
+        if gradient is None:
+            loss = flight.output
+            losses.append(loss.detach())
+        else:
+            loss = _FromGradient.apply(flight.output, gradient)  # type: ignore[no-untyped-call]
+        # Nothing before the end of a frozen first stage is trained.
+        if loss.requires_grad:
+            backward(flight.number, loss)
+        if flight.hidden is None:
+            return None
+        if flight.hidden.grad is None:
+            return torch.zeros_like(flight.hidden)
+        return flight.hidden.grad.contiguous()
+
+    def _transfer(
+        self,
+        *,
+        output: Tensor | None = None,
+        note: Tensor | None = None,
+        gradient: Tensor | None = None,
+        backward_of: _Flight | None = None,
+        receives_next: bool = False,
+    ) -> tuple[Arrival | None, Tensor | None]:
+        """Exchange tensors with the neighbours, as far as there are any.
+
+        Args:
+            output, note: for the next stage, with the generators' states.
+            gradient: for the previous stage.
+            backward_of: receive the gradient of its output from the next stage.
+            receives_next: receive a micro-batch from the previous stage.
+
+        Returns:
+            The micro-batch and the gradient.
+        """
+        place, first, last = self._index.index, self._index.is_first, self._index.is_last
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        sent_note = None
+        if output is not None and note is not None and not last:
+            hidden = output.detach().contiguous()
+            letter = _write_note(hidden, note)
+            # On the host's group and before the tensors, so that the receiver knows what to prepare.
+            sent_note = collectives.isend(letter, place + 1, group=self._control)
+            sends.append((hidden, place + 1))
+        if gradient is not None:
+            sends.append((gradient, place - 1))
+        received = None
+        if backward_of is not None and not last:
+            received = torch.empty_like(backward_of.output, memory_format=torch.contiguous_format)
+            receives.append((received, place + 1))
+        arrival = None
+        if receives_next and not first:
+            arrival = self._prepare_arrival()
+            receives.append((arrival.hidden, place - 1))
+        # Blocks, see the callers: each of them needs what it receives for the next thing that it computes.
+        collectives.exchange(sends, receives, group=self._group)
+        if sent_note is not None:
+            # Does not block: the receiver read it before it took the tensors.
+            collectives.wait(sent_note)
+        if arrival is not None and torch.is_grad_enabled():
+            arrival.hidden.requires_grad_()
+        return arrival, received
+
+    def _prepare_arrival(self) -> Arrival:
+        """Receive the note of a micro-batch, and return it with memory for its hidden states."""
+        letter = torch.empty(self._note_bytes, dtype=torch.uint8)
+        # Blocks until the previous stage has issued its forward; without the note the shape is not known.
+        collectives.recv(letter, self._index.index - 1, group=self._control)
+        code, dimensions, *sizes = from_bytes(letter[: 8 * _NUMBERS], torch.int64, [_NUMBERS]).tolist()
+        hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[code], device=self._device)
+        return Arrival(hidden, letter[8 * _NUMBERS :])
+
+    def add_tied(self, model: nn.Module) -> None:
+        """Add the gradients of weights that both ends hold, on both. Collective over the two.
+
+        Once a step: a sum over the replicas and one over the ends may follow each other in any order but rounding.
+        """
+        ends = {0: self._index.stages - 1, self._index.stages - 1: 0}
+        if self._index.index not in ends:
+            return
+        parameters = dict(model.named_parameters())
+        for name in self._stage.tied:
+            parameter = parameters[name]
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            other = torch.empty_like(own)
+            peer = ends[self._index.index]
+            # Blocks until the other end has finished its backwards; the update needs the sum.
+            collectives.exchange([(own, peer)], [(other, peer)], group=self._group)
+            # The first stage's first on both, so that both get the same bits.
+            total = own + other if self._index.is_first else other + own
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.copy_(total)
+
+
+def _write_note(hidden: Tensor, generators: Tensor) -> Tensor:
+    """Return dtype, shape and the generators' states as bytes on the host."""
+    if hidden.dtype not in _DTYPES or hidden.ndim > _DIMENSIONS:
+        raise LockstepError(
+            f"a pipeline's hidden states are {hidden.dtype} with {hidden.ndim} dimensions; it sends "
+            f"float32, float64, bfloat16 and float16 with at most {_DIMENSIONS}"
+        )
+    sizes = [*hidden.shape, *[0] * (_DIMENSIONS - hidden.ndim)]
+    numbers = torch.tensor([_DTYPES.index(hidden.dtype), hidden.ndim, *sizes], device="cpu")
+    return torch.cat([as_bytes(numbers), generators])
