@@ -491,7 +491,7 @@ class CountedTwice(_DividedFault):
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
         cut_over = mesh_norms._cut_over
         every = (context.world.replica.group,)
-        self.replace(mesh_norms, "_cut_over", lambda gradient: cut_over(gradient) or every)
+        self.replace(mesh_norms, "_cut_over", lambda gradient, done: cut_over(gradient, done) or every)
         return engine
 
 
