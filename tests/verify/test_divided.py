@@ -46,7 +46,7 @@ def test_a_healthy_divided_model_is_silent(differences):
     assert differences["", "ddp"] is None
 
 
-def test_replicas_have_the_bits_of_one_and_one_is_within_rounding():
+def test_replicas_have_the_bits_of_one():
     """An own plan, dropout, ragged labels, a resume, and a step of which the last replica has less."""
     table = lockstep.verify(
         tasks.Planned(samples=60, dropout=0.1),
@@ -111,7 +111,7 @@ def test_combinations_of_degrees_and_world_sizes():
         ({"tensor": (2,), "config": settings(optim={"clip": 0.0}), "plant": "counted-twice"}, ("needs clipping",)),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_starts(changes, words, monkeypatch):
+def test_what_cannot_be_compared_is_refused_first(changes, words, monkeypatch):
     monkeypatch.setattr(verification, "start", lambda *_, **__: pytest.fail("processes were started"))
     with refuses(ConfigError, *words):
         lockstep.verify(TASK, **{"config": settings(), "engines": ("ddp",), **changes})
