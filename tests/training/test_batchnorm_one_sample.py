@@ -58,9 +58,11 @@ def one_a_channel(world, settings, task):
     ("norm", "shape", "size"),
     [(nn.BatchNorm1d(4), (4,), 2), (nn.BatchNorm1d(4), (4, 1), 1), (nn.BatchNorm2d(4), (4, 1, 1), 1)],
 )
-def test_batchnorm_with_one_value_a_channel_is_named_early(tmp_path, norm, shape, size):
+@pytest.mark.parametrize("sizes", [(4, 1), (5, 2)], ids=["all", "the last"])
+def test_batchnorm_with_one_value_a_channel_is_named_early(tmp_path, norm, shape, size, sizes):
+    """Also where only the last micro-batch of a step has one sample."""
     task = Channels(nn.Identity(), norm, shape=shape)
-    settings = config(tmp_path, batch_size=4, micro_batch_size=1, max_steps=3)
+    settings = config(tmp_path, batch_size=sizes[0], micro_batch_size=sizes[1], max_steps=3)
     run(one_a_channel, size, settings, task)
 
 

@@ -355,6 +355,10 @@ class Batches:
         """Return the number of samples in this rank's first micro-batch of `step`."""
         return len(self._first_key(step).samples)
 
+    def least_samples(self, step: int) -> int:
+        """Return the number of samples in the smallest micro-batch of `step`, on any rank."""
+        return min(len(self._key(step, micro).samples) for micro in range(self.step_plan.present(step)))
+
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
         """Load slices of samples, counted from this rank's first micro-batch of `step`.
 

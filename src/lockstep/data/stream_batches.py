@@ -321,6 +321,10 @@ class StreamBatches(Batches):
             )
         return self._own_samples
 
+    def least_samples(self, step: int) -> int:
+        # What the other micro-batches have is known when they are read.
+        return self.own_samples(step)
+
     @property
     def _trial_lane(self) -> int:
         first_micro = self.sharing.at(self.start_step).runs[self.dp_rank][0]

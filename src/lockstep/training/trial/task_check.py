@@ -518,7 +518,8 @@ def check_task(
     norms = _batchnorms(trial.plain, training, world)
     with trial.sandbox():
         if has_step_loss(task):
-            with _check_batchnorms(norms):
+            # This trial computes halves too, of which the number of samples is not known here.
+            with _check_batchnorms([norm._replace(least=norm.samples) for norm in norms]):
                 _check_whole_step(trial, samples.training)  # collective
             set_detected(task, "sum", gradients=False)
         else:
@@ -627,13 +628,15 @@ class _Norm(NamedTuple):
     """A BatchNorm layer in training mode.
 
     Attributes:
-        samples: that it normalises over.
+        samples: of the trial, that it normalises over.
+        least: the fewest that it normalises over in a step.
         is_shared: these are the samples of all ranks, so that one value per channel on this rank may be enough.
     """
 
     name: str
     layer: nn.Module
     samples: int
+    least: int
     is_shared: bool
 
 
@@ -646,9 +649,12 @@ def _batchnorms(model: nn.Module, training: Batches, world: World) -> list[_Norm
             is_shared = world.size > 1 and isinstance(layer, Synchronised | nn.SyncBatchNorm)
             if is_shared:
                 samples = training.step_plan.samples(step)
+                least = samples
             else:
                 samples = training.own_samples(step)
-            norms.append(_Norm(name or type(layer).__name__, layer, samples, is_shared))
+                # The last micro-batch of a step may be shorter.
+                least = min(samples, training.least_samples(step))
+            norms.append(_Norm(name or type(layer).__name__, layer, samples, least, is_shared))
     return norms
 
 
@@ -661,10 +667,13 @@ def _check_batchnorms(norms: list[_Norm]) -> Iterator[None]:
 
     def check(norm: _Norm, values: Tensor | None = None) -> None:
         enough = norm.is_shared and norm.samples > 1
-        if values is not None and values.ndim > 1 and values.numel() == values.shape[1] and not enough:
+        if values is None or values.ndim < 2 or enough:
+            return
+        # A sample may have several places of a channel, as an image has.
+        if values.numel() * norm.least <= values.shape[1] * norm.samples:
             raise ConfigError(
-                f"BatchNorm ({norm.name}) gets one value per channel from a forward of {norm.samples} sample"
-                f"{'s' * (norm.samples > 1)}, and needs more: give a larger --micro-batch-size (16 or more train "
+                f"BatchNorm ({norm.name}) gets one value per channel from a forward of {norm.least} sample"
+                f"{'s' * (norm.least > 1)}, and needs more: give a larger --micro-batch-size (16 or more train "
                 "better), with a --batch-size that is a multiple of it, or use another norm, such as GroupNorm or "
                 "LayerNorm"
             )
