@@ -207,7 +207,7 @@ def r23(bench):
         first = 1 - rank if recovers else rank
         who = rank_label(0, first) if recovers else rank_label(first)
         own = f"{who} failed first at step 7" in run.last and f"RuntimeError: {text}" in run.last
-        absorbed = not recovers or f"RuntimeError: {text}" in run.said.partition("the others go on")[0]
+        absorbed = not recovers or f"RuntimeError: {text}" in run.said.partition("the others continue")[0]
         good = run.code == 1 and own and absorbed and f"rank {1 - first} did not" not in run.last
         right += good
         if not good:

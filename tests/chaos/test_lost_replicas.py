@@ -47,7 +47,7 @@ def lost(data, out, *flags, **more):
 def changes(run):
     """(ranks, step from which they went on), in order: also those that a new replica has joined."""
     lines = sorted(line for rank in range(6) for line in run.log(rank).splitlines())
-    found = [re.search(r"INFO (\d+) ranks? goe?s? on after step (\d+)", line) for line in lines]
+    found = [re.search(r"INFO (\d+) ranks? continues? after step (\d+)", line) for line in lines]
     return [(int(each[1]), int(each[2])) for each in found if each]
 
 
