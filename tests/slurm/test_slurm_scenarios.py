@@ -166,7 +166,7 @@ def test_a_signal_before_the_first_step_does_not_lose_the_job(slurm, tmp_path):
     slurm.run("scancel", "--signal=USR1", run.job)
     slurm.wait(run.job, "COMPLETED")
     assert run.steps[-1] == 6
-    assert "goes on" in run.output()
+    assert "the run continues" in run.output()
 
 
 @pytest.mark.slow
