@@ -51,7 +51,7 @@ class Threads:
 
         self._swap((given.clone(), out), take)
 
-    def all_gather(self, outputs, given):
+    def all_gather(self, outputs, given, group=None):
         self._swap(given.clone(), lambda sent: [output.copy_(s) for output, s in zip(outputs, sent, strict=True)])
 
 

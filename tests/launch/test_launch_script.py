@@ -101,7 +101,7 @@ def test_what_is_no_program_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no file .*none.py; pass a script"):
         cli.dispatch(["launch", "--", str(tmp_path / "none.py")])
     with pytest.raises(
-        ConfigError, match="launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but 'bash'"
+        ConfigError, match="launch starts `train`, `evaluate`, `profile`, `doctor`, a script or a module, but 'bash'"
     ):
         cli.dispatch(["launch", "--", "bash"])
 
