@@ -27,7 +27,7 @@ from harness import environment
 from lockstep import checkpoint
 
 HERE = Path(__file__).resolve().parent
-SILENT = "said nothing|did not arrive|no progress"
+SILENT = "sent no heartbeat|did not arrive|no progress"
 KINDS = {  # what happens, and what the line must say of it
     "kill": ({"do": "kill"}, "SIGKILL"),
     "segv": ({"do": "segv"}, "SIGSEGV"),

@@ -28,7 +28,7 @@ def test_finished_run_extends_as_if_planned_so_from_there(tmp_path, capsys):
     assert go(tmp_path, extend_to=12, stop_at=9, **settings) == [6, 7, 8]
     said = capsys.readouterr()
     assert "extended after step 6 from 6 to 12 steps: the schedule is stretched" in said.out + said.err
-    assert "at a rate of 0.006" in said.out + said.err
+    assert "at a learning rate of 0.006" in said.out + said.err
     assert go(tmp_path, **settings) == [9, 10, 11], "a resume needs no flag"
     parted = mark(tmp_path)
     found = rates(tmp_path)
