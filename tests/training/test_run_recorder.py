@@ -400,7 +400,9 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     model.reshard = lambda: order.append("at rest")  # as fsdp's modules have it
     task = SimpleNamespace(sample=lambda model, device: order.append("sample") or "text")
     built = SimpleNamespace(
-        world=SimpleNamespace(is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2),
+        world=SimpleNamespace(
+            is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2, replica=SimpleNamespace(size=1)
+        ),
         engine=SimpleNamespace(model=model),
         task=task,
         state=RunState(),

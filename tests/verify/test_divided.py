@@ -68,7 +68,6 @@ def test_replicas_have_the_bits_of_one():
     ("name", "stage", "where"),
     [
         ("UndividedHeads", "forward", "micro-batch 0, output of attention.out"),
-        ("WithoutRows", "forward", "micro-batch 0, output of down"),
         ("Unsummed", "reduction", "embedding.weight"),
     ],
 )
@@ -77,6 +76,13 @@ def test_a_wrong_plan_is_different_and_its_first_tensor_is_named(name, stage, wh
     table = lockstep.verify(task, settings(), world_sizes=(2,), tensor=(2,), **SHORT)
     difference = table.rows[-1].difference
     assert (difference.stage, difference.where) == (stage, where), str(table)
+
+
+def test_ranks_of_a_replica_with_other_losses_are_refused():
+    """Before step 1, as in a run."""
+    task = tasks.WithoutRows(samples=60, dropout=0.1)
+    with refuses(ConfigError, "ddp x2 tensor 2", "--parallel.tensor 2", "rows"):
+        lockstep.verify(task, settings(), world_sizes=(2,), tensor=(2,), **SHORT)
 
 
 def test_shapes_that_do_not_fit_are_no_request_that_cannot_run():
@@ -90,7 +96,8 @@ def test_shapes_that_do_not_fit_are_no_request_that_cannot_run():
 def test_combinations_of_degrees_and_world_sizes():
     made = combine(("single", "ddp", "fsdp"), (2, 4), False, (1, 2))
     assert [str(entry) for entry in made] == [
-        *("single x1", "ddp x2", "fsdp x2", "ddp x2 tensor 2", "ddp x4", "fsdp x4", "ddp x4 tensor 2")
+        *("single x1", "ddp x2", "fsdp x2", "ddp x2 tensor 2", "fsdp x2 tensor 2"),
+        *("ddp x4", "fsdp x4", "ddp x4 tensor 2", "fsdp x4 tensor 2"),
     ]
     assert Combination("ddp", 4, tensor=2).key == "ddp-4-tensor-2"
     only = combine(("ddp",), (1, 4), False, (2,))
@@ -105,7 +112,7 @@ def test_combinations_of_degrees_and_world_sizes():
     [
         ({"tensor": (2,), "world_sizes": (3,)}, ("3", "not a multiple")),
         ({"tensor": (1, 4)}, ("4", "none of", "1,2 is a multiple")),
-        ({"tensor": (2,), "engines": ("fsdp",)}, ("fsdp", "does not work with", "add ddp")),
+        ({"tensor": (2,), "engines": ("zero",)}, ("zero", "does not work with", "ddp")),
         ({"tensor": (0,)}, ("parallel.tensor 0 must be at least 1",)),
         ({"plant": "plain-shard"}, ("plain-shard needs a divided model",)),
         ({"tensor": (2,), "config": settings(optim={"clip": 0.0}), "plant": "counted-twice"}, ("needs clipping",)),
