@@ -374,7 +374,7 @@ class Task(ABC):
         """Return how the layers of a model from `model()` are divided over ranks, for --parallel.tensor.
 
         Returns:
-            Module name or pattern -> "columns", "rows", "packed:n", "vocabulary", "whole", or a ParallelStyle of
+            Module name or pattern -> "columns", "rows", "packed:n", "vocabulary", "replicated", or a ParallelStyle of
             torch; see docs/parallel.md. None: the model cannot be divided.
         """
         return None

@@ -20,7 +20,7 @@ DEGREES = ("tensor", "context", "pipeline")
 
 
 def divided(world, degrees):
-    """What a rank knows of its groups, by its own collectives in them."""
+    """Return the size and ranks of this rank's groups, measured by collectives in them."""
     world.form_replicas(**dict(zip(DEGREES, degrees, strict=True)))
     found = {"counts": world.counts, "all": world.gather(world.rank), "label": world.data_parallel.label}
     for name in ("replica", "data_parallel"):

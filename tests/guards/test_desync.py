@@ -146,7 +146,7 @@ def test_what_a_rank_sends_is_bounded_and_the_odd_one_is_found(monkeypatch, size
 
 
 def replicas(world):
-    """What the check says of two replicas of two ranks, whose tensors differ on one rank in one bit, one by one."""
+    """Return the check's error for each tensor in which one rank of two replicas of two has another bit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     packed = _StridedShard(0, split_factor=3)
     values = torch.arange(24.0).reshape(12, 2)

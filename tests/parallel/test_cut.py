@@ -44,7 +44,7 @@ PLAN = {
     "tokens": "vocabulary",
     "head": "vocabulary",
     "both": "packed:2",
-    "*_norm": "whole",
+    "*_norm": "replicated",
     "mixed": "rows",
     "up": "columns",
     "drop": "columns",
@@ -169,7 +169,11 @@ class Scaled(nn.Linear):
 def refused():
     """(a change of the model, a plan, the message)."""
     yield None, {"blocks.*.up": "columns"}, "--parallel.tensor 2: 'blocks.*.up' in the plan matches no module; correct"
-    yield None, {"up": "colums"}, "'up' is planned as 'colums'; use columns, rows, packed:n, vocabulary, whole or a Par"
+    yield (
+        None,
+        {"up": "colums"},
+        "'up' is planned as 'colums'; use columns, rows, packed:n, vocabulary, replicated or a Par",
+    )
     yield None, {"both": "packed"}, "'both' is planned as 'packed'; use columns"
     yield None, {"both": "packed:0"}, "'both' is planned as 'packed:0'; use columns"
     yield None, {"both": "packed:n"}, "'both' is planned as 'packed:n'; use columns"
@@ -177,8 +181,8 @@ def refused():
     yield None, {"query_norm": "vocabulary"}, "but is RMSNorm; that needs a plain nn.Linear or nn.Embedding"
     yield (
         None,
-        {"drop": "whole"},
-        "drop is planned as 'whole' but is not a single layer with parameters; name the layer",
+        {"drop": "replicated"},
+        "drop is planned as 'replicated' but is not a single layer with parameters; name the layer",
     )
     yield ("up", Scaled(8, 8)), {"up": "columns"}, "up is planned as 'columns' but is Scaled; that needs a plain nn.Li"
     yield ("up", nn.Linear(8, 9)), {"up": "columns"}, "up has 9 outputs, not a multiple of 2; use a degree that divides"

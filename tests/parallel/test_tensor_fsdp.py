@@ -115,7 +115,7 @@ def _each_flipped(world, folder):
 
 
 def _flipped(world, folder, sharding):
-    """What the guard says after a flip on rank 1: of a norm's shard, and of a divided layer's."""
+    """Return the guard's errors after a flip on rank 1: in a norm's shard, and in a divided layer's."""
     task = KeepsModel()
     train_sharded(world, folder, task, {"max_steps": 1, "eval_freq": 0}, sharding=sharding)
     state = {f"model/{name}": tensor for name, tensor in task.made.state_dict().items()}

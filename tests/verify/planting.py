@@ -19,20 +19,22 @@ def settings(**changes):
     return Config(**{**given, **changes})
 
 
-def found(task, config, folder, names, engines=("ddp",), world_size=2, tensor=1):
-    """{(fault, engine): the first difference or None}; "" is a healthy run, and "" with "single" the process again.
+def first_differences(task, config, folder, names, engines=("ddp",), world_size=2, tensor=1):
+    """Return {(fault, engine): the first difference or None}.
 
-    A fault that the single process has too is compared with one of its own.
+    The fault "" is a healthy run, and "" with "single" the process again. A fault that the single process has too is
+    compared with one of its own.
     """
     apart = [name for name in names if fault(name).everywhere]
+    others = [name for name in names if name not in apart]
     for name in apart:
         (folder / name).mkdir()
-    each = [_found(task, config, folder / name, [name], engines, world_size, tensor) for name in apart]
-    rest = _found(task, config, folder, [name for name in names if name not in apart], engines, world_size, tensor)
+    each = [_run_and_compare(task, config, folder / name, [name], engines, world_size, tensor) for name in apart]
+    rest = _run_and_compare(task, config, folder, others, engines, world_size, tensor)
     return {place: difference for part in (*each, rest) for place, difference in part.items()}
 
 
-def _found(task, config, folder, names, engines, world_size, tensor):
+def _run_and_compare(task, config, folder, names, engines, world_size, tensor):
     request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT + 1, tensor=(tensor,))
     executor = LocalExecutor(config, folder)
     executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from planting import AT, RESUME, STEPS, found, settings
+from planting import AT, RESUME, STEPS, first_differences, settings
 from toys import Ragged
 
 from lockstep.data.sampler import Shuffled
@@ -37,7 +37,7 @@ WHOLE = [name for name in FAULTS if not fault(name).divided]
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory):
-    return found(TASK, settings(), tmp_path_factory.mktemp("planted"), ["", *WHOLE])
+    return first_differences(TASK, settings(), tmp_path_factory.mktemp("planted"), ["", *WHOLE])
 
 
 def test_every_fault_has_a_place():
@@ -64,7 +64,7 @@ def test_a_healthy_run_is_silent(differences):
 def test_what_the_bound_of_a_coarse_dtype_would_hide_is_found(tmp_path):
     """An average by rank is 8 % of a gradient off, a missing micro-batch 11 %; the bound is cut at 25 %."""
     names = ["", "unsent-gradient", "rank-average"]
-    differences = found(TASK, settings(precision="bf16-true"), tmp_path, names)
+    differences = first_differences(TASK, settings(precision="bf16-true"), tmp_path, names)
     for name, step in (("unsent-gradient", AT), ("rank-average", 0)):
         difference = differences[name, "ddp"]
         assert (difference.step, difference.stage) == (step, fault(name).stage), (name, difference)
@@ -76,7 +76,7 @@ def test_what_the_bound_of_a_coarse_dtype_would_hide_is_found(tmp_path):
 def test_it_is_found_in_sharded_engines(tmp_path, exact):
     config = settings(exact=exact, precision="float32" if exact else "float64")
     names = [name for name in WHOLE if not (exact and name == "local-batchnorm")]  # which --exact refuses by itself
-    differences = found(TASK, config, tmp_path, ["", *names], engines=("ddp", "fsdp", "zero"))
+    differences = first_differences(TASK, config, tmp_path, ["", *names], engines=("ddp", "fsdp", "zero"))
     for (name, engine), difference in differences.items():
         if not name:
             assert difference is None, (engine, difference)
@@ -95,7 +95,7 @@ def test_twenty_healthy_runs_are_silent(tmp_path, precision):
             folder = tmp_path / f"{seed}-{size}"
             folder.mkdir()
             task = Ragged(samples=60, dropout=0.1)
-            assert set(found(task, config, folder, [""], ("ddp", "zero"), size).values()) == {None}
+            assert set(first_differences(task, config, folder, [""], ("ddp", "zero"), size).values()) == {None}
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def replicas_of(mesh: Any) -> torch.Tensor:
     return whole[tuple(index)].reshape(-1, *own.shape)
 
 
-class _Replicas(NamedTuple):
+class _MeshReplicas(NamedTuple):
     """The ranks of a mesh's replicas, and whether this rank's mesh is the first one."""
 
     ranks: torch.Tensor
@@ -303,12 +303,12 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     return Share(pieces, own_aliases, _summary(tensors, names, replicated, replicas), index)
 
 
-def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, _Replicas]:
-    replicas: dict[Any, _Replicas] = {}
+def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, _MeshReplicas]:
+    replicas: dict[Any, _MeshReplicas] = {}
     for tensor in tensors.values():
         if is_dtensor(tensor) and tensor.device_mesh not in replicas:
             ranks = replicas_of(tensor.device_mesh)
-            replicas[tensor.device_mesh] = _Replicas(ranks, torch.equal(ranks[0], tensor.device_mesh.mesh))
+            replicas[tensor.device_mesh] = _MeshReplicas(ranks, torch.equal(ranks[0], tensor.device_mesh.mesh))
     return replicas
 
 
@@ -319,7 +319,7 @@ class _Grids:
         replicas: of the meshes; the first one writes.
     """
 
-    def __init__(self, replicas: Mapping[Any, _Replicas]) -> None:
+    def __init__(self, replicas: Mapping[Any, _MeshReplicas]) -> None:
         self._replicas = replicas
         self._grids: dict[Any, Grid] = {}
 
@@ -445,7 +445,7 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     return aliases
 
 
-def _is_replicated(tensor: torch.Tensor, world: World, replicas: Mapping[Any, _Replicas]) -> bool:
+def _is_replicated(tensor: torch.Tensor, world: World, replicas: Mapping[Any, _MeshReplicas]) -> bool:
     """Whether every rank of the world has the full tensor: any may write it."""
     if not is_dtensor(tensor):
         return True
@@ -454,7 +454,7 @@ def _is_replicated(tensor: torch.Tensor, world: World, replicas: Mapping[Any, _R
     )
 
 
-def _is_writer(tensor: torch.Tensor, replicas: Mapping[Any, _Replicas]) -> bool:
+def _is_writer(tensor: torch.Tensor, replicas: Mapping[Any, _MeshReplicas]) -> bool:
     """Whether this rank holds the first copy, in the world, of a non-empty part of the DTensor."""
     assert is_dtensor(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -489,7 +489,7 @@ def _summary(
     tensors: dict[str, torch.Tensor],
     names: list[str],
     replicated: list[str],
-    replicas: Mapping[Any, _Replicas],
+    replicas: Mapping[Any, _MeshReplicas],
 ) -> dict[str, Any]:
     # Digests, because a large model has too many names and shapes to exchange.
     digest = xxhash.xxh3_64()

@@ -19,7 +19,7 @@ __all__ = [
 @suggest_fields()
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """How several ranks hold one model between them (experimental); see docs/parallel.md."""
+    """Divide a model over several ranks (experimental); see docs/parallel.md."""
 
     tensor: int = option(1, "ranks that divide each layer of the model among them")
     vocabulary: bool = option(True, "with --parallel.tensor: divide the token table and the head too")

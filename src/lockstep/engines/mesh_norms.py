@@ -20,7 +20,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.optimizer_step import combine_norms, norms_of
 from lockstep.errors import LockstepError
-from lockstep.parallel.stages import Stage
+from lockstep.parallel.stages import PipelineStage
 from lockstep.tensors import is_dtensor, local_of
 
 __all__ = ["MeshNorm", "StageNorm"]
@@ -106,7 +106,7 @@ class StageNorm:
         world: its ranks are the stages.
     """
 
-    def __init__(self, stage: Stage, model: nn.Module, world: World) -> None:
+    def __init__(self, stage: PipelineStage, model: nn.Module, world: World) -> None:
         self._world = world
         self._dtype = stage.norm_dtype
         self._size = len(stage.trained)

@@ -18,7 +18,7 @@ __all__ = ["tensor_plan"]
 
 
 # The styles of `transformers` that mean the same as a word of `parallel.tensor`.
-_WORDS = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "whole"}
+_WORDS = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "replicated"}
 # Numbers of heads in a configuration.
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 

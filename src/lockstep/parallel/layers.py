@@ -18,10 +18,10 @@ from lockstep.parallel.activations import TensorGroup, dropout_of_part, enter, g
 __all__ = [
     "ColumnDropout",
     "ColumnLinear",
+    "ReplicatedParameters",
     "RowLinear",
     "VocabularyEmbedding",
     "VocabularyLinear",
-    "WholeParameters",
     "local_part",
     "table_logits",
     "vocabulary_cross_entropy",
@@ -88,11 +88,11 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         weight = local_part(self.weight)
         own = self.tensor_group.own(self.num_embeddings)
-        place, is_own = place_of(input, own, self.num_embeddings)
+        index, is_own = local_ids(input, own, self.num_embeddings)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - own.start if own.start <= padding < own.stop else None
-        found = F.embedding(place, weight, padding)
+        found = F.embedding(index, weight, padding)
         # Another rank has the row, so this one adds zeros.
         return leave(found.masked_fill(~is_own[..., None], 0.0), self.tensor_group)
 
@@ -112,7 +112,7 @@ class ColumnDropout(nn.Dropout):
         return dropout_of_part(input, self.p, -1, self.tensor_group)
 
 
-class WholeParameters(nn.Module):
+class ReplicatedParameters(nn.Module):
     """A mixin for a module with whole parameters whose input is cut, such as the norm of a head's queries."""
 
     tensor_group: TensorGroup
@@ -135,7 +135,7 @@ class WholeParameters(nn.Module):
             self._parameters = parameters
 
 
-def place_of(ids: Tensor, own: slice, count: int, ignored: int | None = None) -> tuple[Tensor, Tensor]:
+def local_ids(ids: Tensor, own: slice, count: int, ignored: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the places of ids in this rank's rows, and which ids are its own.
 
     Ids of other ranks get the place 0. Those outside the vocabulary get a place outside of every rank's rows, so that
@@ -180,11 +180,11 @@ def vocabulary_cross_entropy(own_logits: Tensor, labels: Tensor, group: TensorGr
         logits = logits.float()
     labels = labels.flatten()
     rows = logits.shape[-1] * group.size
-    place, is_own = place_of(labels, group.own(rows), rows, ignored)
+    index, is_own = local_ids(labels, group.own(rows), rows, ignored)
     # The maximum of the ranks' own sums, not of the logits: nothing of the logits' size is made here.
     part = logits.logsumexp(dim=-1)
     top = largest(part, group)  # collective
     total = top + leave((part - top).exp(), group).log()  # collective
-    label_logit = logits.gather(-1, place[:, None])[:, 0].masked_fill(~is_own, 0.0)
+    label_logit = logits.gather(-1, index[:, None])[:, 0].masked_fill(~is_own, 0.0)
     losses = total - leave(label_logit, group)  # collective
     return losses.masked_fill(labels == ignored, 0.0).sum()

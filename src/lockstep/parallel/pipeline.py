@@ -6,9 +6,9 @@
 
 The order is that of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", arXiv 2104.04473, section 2.2.1 ("1F1B"): a stage holds the activations of at most as many micro-batches
-as there are stages from it to the end. Only hidden states and their gradients travel, in any shape: with each hidden
-state goes a note of its shape and dtype, and the state of the random generators, so that the draws are those of one
-process.
+as there are stages from it to the end. Only hidden states and their gradients are sent, in any shape. A header goes
+before each hidden state, with its shape, its dtype and the states of the random generators, so that the draws are those
+of one process.
 """
 
 from collections import deque
@@ -22,21 +22,21 @@ from torch import Tensor, nn
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError
-from lockstep.parallel.stages import Arrival, Stage, generator_states
+from lockstep.parallel.stages import PipelineStage, StageInput, generator_states
 from lockstep.tensors import as_bytes, from_bytes
 
 __all__ = ["Pipeline"]
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Most dimensions of a hidden state; a note has one length.
+# Most dimensions of a hidden state, as headers have one length.
 _DIMENSIONS = 8
-# Of a note: dtype, number of dimensions, and the dimensions.
+# Of a header: dtype, number of dimensions, and the dimensions.
 _NUMBERS = 2 + _DIMENSIONS
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """A micro-batch between its forward and its backward.
 
     Attributes:
@@ -72,13 +72,13 @@ class Pipeline:
         replica: its ranks are the stages, in order.
     """
 
-    def __init__(self, stage: Stage, replica: World) -> None:
+    def __init__(self, stage: PipelineStage, replica: World) -> None:
         self._stage = stage
         self._index = stage.index
         self._group = replica.group
         self._control = replica.control
         self._device = replica.device
-        self._note_bytes = 8 * _NUMBERS + generator_states(replica.device).numel()
+        self._header_bytes = 8 * _NUMBERS + generator_states(replica.device).numel()
 
     def passes(
         self, count: int, loss: Callable[[int], Tensor], backward: Callable[[int, Tensor], None]
@@ -95,22 +95,22 @@ class Pipeline:
             The losses, detached, on the last stage; [] on the others.
         """
         warmup = min(count, self._index.stages - 1 - self._index.index)
-        flights: deque[_Flight] = deque()
+        flights: deque[_InFlight] = deque()
         losses: list[Tensor] = []
-        arrival: Arrival | None = None
+        arrival: StageInput | None = None
         for number in range(count):
             if number <= warmup:
                 # Blocks: there is nothing else to do before the first micro-batches arrive.
                 arrival = self._transfer(receives_next=True)[0]
-            flight, note = self._forward(number, loss, arrival)
+            flight, generators = self._forward(number, loss, arrival)
             flights.append(flight)
             arrival = None
             if number < warmup:
                 # Blocks until the next stage, which does nothing else yet, has it.
-                self._transfer(output=flight.output, note=note)
+                self._transfer(output=flight.output, generators=generators)
                 continue
             # Blocks for the gradient, without which there is no backward.
-            gradient = self._transfer(output=flight.output, note=note, backward_of=flights[0])[1]
+            gradient = self._transfer(output=flight.output, generators=generators, backward_of=flights[0])[1]
             done = flights.popleft()
             left = self._backward(done, gradient, backward, losses)
             # Blocks until the previous stage has the gradient and has sent its next micro-batch.
@@ -129,21 +129,23 @@ class Pipeline:
         for number in range(count):
             # Blocks until the previous stage has computed the micro-batch.
             arrival = self._transfer(receives_next=True)[0]
-            flight, note = self._forward(number, loss, arrival)
+            flight, generators = self._forward(number, loss, arrival)
             # Blocks until the next stage is ready for it.
-            self._transfer(output=flight.output, note=note)
+            self._transfer(output=flight.output, generators=generators)
             if self._index.is_last:
                 losses.append(flight.output.detach())
         return losses
 
-    def _forward(self, number: int, loss: Callable[[int], Tensor], arrival: Arrival | None) -> tuple[_Flight, Tensor]:
+    def _forward(
+        self, number: int, loss: Callable[[int], Tensor], arrival: StageInput | None
+    ) -> tuple[_InFlight, Tensor]:
         """Run a micro-batch's forward; return it with the generators' states."""
         output, generators = self._stage.forward(lambda: loss(number), arrival)
         hidden = None if arrival is None else arrival.hidden
-        return _Flight(number, hidden, output), generators
+        return _InFlight(number, hidden, output), generators
 
     def _backward(
-        self, flight: _Flight, gradient: Tensor | None, backward: Callable[[int, Tensor], None], losses: list[Tensor]
+        self, flight: _InFlight, gradient: Tensor | None, backward: Callable[[int, Tensor], None], losses: list[Tensor]
     ) -> Tensor | None:
         """Run a micro-batch's backward; return the gradient for the previous stage."""
         if gradient is None:
@@ -164,15 +166,15 @@ class Pipeline:
         self,
         *,
         output: Tensor | None = None,
-        note: Tensor | None = None,
+        generators: Tensor | None = None,
         gradient: Tensor | None = None,
-        backward_of: _Flight | None = None,
+        backward_of: _InFlight | None = None,
         receives_next: bool = False,
-    ) -> tuple[Arrival | None, Tensor | None]:
+    ) -> tuple[StageInput | None, Tensor | None]:
         """Exchange tensors with the neighbours, as far as there are any.
 
         Args:
-            output, note: for the next stage, with the generators' states.
+            output, generators: hidden states and generator states, for the next stage.
             gradient: for the previous stage.
             backward_of: receive the gradient of its output from the next stage.
             receives_next: receive a micro-batch from the previous stage.
@@ -180,43 +182,43 @@ class Pipeline:
         Returns:
             The micro-batch and the gradient.
         """
-        place, first, last = self._index.index, self._index.is_first, self._index.is_last
+        index, first, last = self._index.index, self._index.is_first, self._index.is_last
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
-        sent_note = None
-        if output is not None and note is not None and not last:
+        sent_header = None
+        if output is not None and generators is not None and not last:
             hidden = output.detach().contiguous()
-            letter = _write_note(hidden, note)
+            header = _write_header(hidden, generators)
             # On the host's group and before the tensors, so that the receiver knows what to prepare.
-            sent_note = collectives.isend(letter, place + 1, group=self._control)
-            sends.append((hidden, place + 1))
+            sent_header = collectives.isend(header, index + 1, group=self._control)
+            sends.append((hidden, index + 1))
         if gradient is not None:
-            sends.append((gradient, place - 1))
+            sends.append((gradient, index - 1))
         received = None
         if backward_of is not None and not last:
             received = torch.empty_like(backward_of.output, memory_format=torch.contiguous_format)
-            receives.append((received, place + 1))
+            receives.append((received, index + 1))
         arrival = None
         if receives_next and not first:
             arrival = self._prepare_arrival()
-            receives.append((arrival.hidden, place - 1))
+            receives.append((arrival.hidden, index - 1))
         # Blocks, see the callers: each of them needs what it receives for the next thing that it computes.
         collectives.exchange(sends, receives, group=self._group)
-        if sent_note is not None:
+        if sent_header is not None:
             # Does not block: the receiver read it before it took the tensors.
-            collectives.wait(sent_note)
+            collectives.wait(sent_header)
         if arrival is not None and torch.is_grad_enabled():
             arrival.hidden.requires_grad_()
         return arrival, received
 
-    def _prepare_arrival(self) -> Arrival:
-        """Receive the note of a micro-batch, and return it with memory for its hidden states."""
-        letter = torch.empty(self._note_bytes, dtype=torch.uint8)
-        # Blocks until the previous stage has issued its forward; without the note the shape is not known.
-        collectives.recv(letter, self._index.index - 1, group=self._control)
-        code, dimensions, *sizes = from_bytes(letter[: 8 * _NUMBERS], torch.int64, [_NUMBERS]).tolist()
+    def _prepare_arrival(self) -> StageInput:
+        """Receive a micro-batch's header, and return the states in it with memory for the hidden states."""
+        header = torch.empty(self._header_bytes, dtype=torch.uint8)
+        # Blocks until the previous stage has issued its forward; without the header the shape is not known.
+        collectives.recv(header, self._index.index - 1, group=self._control)
+        code, dimensions, *sizes = from_bytes(header[: 8 * _NUMBERS], torch.int64, [_NUMBERS]).tolist()
         hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[code], device=self._device)
-        return Arrival(hidden, letter[8 * _NUMBERS :])
+        return StageInput(hidden, header[8 * _NUMBERS :])
 
     def add_tied(self, model: nn.Module) -> None:
         """Add the gradients of weights that both ends hold, on both. Collective over the two.
@@ -242,7 +244,7 @@ class Pipeline:
                 parameter.grad.copy_(total)
 
 
-def _write_note(hidden: Tensor, generators: Tensor) -> Tensor:
+def _write_header(hidden: Tensor, generators: Tensor) -> Tensor:
     """Return dtype, shape and the generators' states as bytes on the host."""
     if hidden.dtype not in _DTYPES or hidden.ndim > _DIMENSIONS:
         raise LockstepError(

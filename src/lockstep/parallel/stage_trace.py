@@ -37,14 +37,14 @@ _NOTHING: frozenset[Source] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class BlockUse:
-    """What a forward uses where.
+    """Parameters that a forward uses before, in and after its blocks.
 
     Attributes:
         blocks: their number.
         carrier: position or keyword of the hidden states among a block's arguments.
         block_of: parameter -> the block that has it.
         before: parameters from which the first block's input is computed.
-        after: parameters from which the loss is computed, beside the last block's output.
+        after: parameters from which the loss is computed, besides the last block's output.
     """
 
     blocks: int

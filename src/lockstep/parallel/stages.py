@@ -20,9 +20,9 @@ from lockstep.parallel.stage_trace import BlockUse, trace_blocks
 from lockstep.task import Task, has_own, has_step_loss
 
 __all__ = [
-    "Arrival",
-    "Stage",
+    "PipelineStage",
     "StageIndex",
+    "StageInput",
     "check_pipeline",
     "cut_stage",
     "generator_states",
@@ -49,8 +49,8 @@ class StageIndex:
         return range(self.index * blocks // self.stages, (self.index + 1) * blocks // self.stages)
 
 
-class Arrival(NamedTuple):
-    """What a stage gets from the one before it for a micro-batch.
+class StageInput(NamedTuple):
+    """Hidden states and generator states that a stage receives for a micro-batch.
 
     Attributes:
         hidden: the last block's output, a leaf of this stage's graph.
@@ -72,7 +72,7 @@ class _StageEnd(BaseException):
         self.output = output
 
 
-class _Replaced:
+class _PassThrough:
     """A block of another stage, as the first base of the block's class, whose attributes a model may read."""
 
     _carrier: int | str
@@ -86,7 +86,7 @@ class _Replaced:
         return hidden
 
 
-class _Entry(_Replaced):
+class _StageEntry(_PassThrough):
     """The block before a stage's first one: returns what the previous stage sent."""
 
     _inbox: "_Inbox"
@@ -99,7 +99,7 @@ class _Entry(_Replaced):
         return arrival.hidden
 
 
-class _Exit(_Replaced):
+class _StageExit(_PassThrough):
     """The block after a stage's last one: ends the task's loss."""
 
     def _pass(self, hidden: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ class _Exit(_Replaced):
 
 @dataclass(slots=True)
 class _Inbox:
-    arrival: Arrival | None = None
+    arrival: StageInput | None = None
 
 
-class Stage:
+class PipelineStage:
     """This rank's stage of a model.
 
     Attributes:
@@ -140,7 +140,7 @@ class Stage:
         """The trained parameters that the first and the last stage hold, in the model's order."""
         return [name for name in self.trained if len(self.holders[name]) > 1]
 
-    def forward(self, loss: Callable[[], Tensor], arrival: Arrival | None) -> tuple[Tensor, Tensor]:
+    def forward(self, loss: Callable[[], Tensor], arrival: StageInput | None) -> tuple[Tensor, Tensor]:
         """Run the task's loss of a micro-batch as far as this stage goes.
 
         Args:
@@ -222,7 +222,7 @@ def cut_stage(
     loss: Callable[[Any, Any], Tensor],
     batch: Any,
     index: StageIndex,
-) -> Stage:
+) -> PipelineStage:
     """Keep one stage's parameters of a whole model. Changes the model, unless it raises.
 
     Args:
@@ -243,7 +243,7 @@ def cut_stage(
         )
     use = trace_blocks(model, blocks, loss, batch, flag)
     parameters = dict(model.named_parameters())
-    stage = Stage(index, parameters, _place(parameters, use, index))
+    stage = PipelineStage(index, parameters, _place(parameters, use, index))
     own = index.own(len(blocks))
     for number, block in enumerate(blocks):
         if number not in own:
@@ -275,15 +275,15 @@ def _place(parameters: Mapping[str, Tensor], use: BlockUse, index: StageIndex) -
     return holders
 
 
-def _replacement(number: int, own: range) -> type[_Replaced]:
+def _replacement(number: int, own: range) -> type[_PassThrough]:
     if number == own.start - 1:
-        return _Entry
+        return _StageEntry
     if number == own.stop:
-        return _Exit
-    return _Replaced
+        return _StageExit
+    return _PassThrough
 
 
-def _replace(block: Any, kind: type[_Replaced], carrier: int | str, inbox: _Inbox) -> None:
+def _replace(block: Any, kind: type[_PassThrough], carrier: int | str, inbox: _Inbox) -> None:
     """Turn a block into one without parameters that passes its input on."""
     for parts in (block._parameters, block._buffers, block._modules):
         parts.clear()

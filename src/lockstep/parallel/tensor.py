@@ -12,7 +12,7 @@ DTensors under their plain names, so that optimizers and checkpoints see whole s
 | rows | nn.Linear | columns of the weight; the bias is whole and added once; the input is cut |
 | packed:n | nn.Linear | as columns, for n layers joined in one: each rank has its columns of all n |
 | vocabulary | nn.Embedding, nn.Linear | the rows of the rank's tokens |
-| whole | any layer with parameters and no layers inside | none is cut, but the input is: the norm of a head's queries |
+| replicated | a layer with parameters and none inside | none; the input is cut: the norm of a head's queries |
 
 A value may also be a `ParallelStyle` of torch.
 """
@@ -33,10 +33,10 @@ from lockstep.parallel.activations import TensorGroup
 from lockstep.parallel.layers import (
     ColumnDropout,
     ColumnLinear,
+    ReplicatedParameters,
     RowLinear,
     VocabularyEmbedding,
     VocabularyLinear,
-    WholeParameters,
 )
 from lockstep.tensors import reaches
 
@@ -46,11 +46,11 @@ __all__ = ["Plan", "cut"]
 # Module name or pattern -> how its layer is cut.
 Plan = Mapping[str, str | ParallelStyle]
 
-_WORDS = ("columns", "rows", "packed:n", "vocabulary", "whole")
+_WORDS = ("columns", "rows", "packed:n", "vocabulary", "replicated")
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _PlannedLayer:
     """A layer and how it is cut.
 
     Attributes:
@@ -107,7 +107,7 @@ def _flag(size: int) -> str:
     return f"--parallel.tensor {size}"
 
 
-def _find_layers(model: nn.Module, plan: Plan, size: int) -> list[_Layer]:
+def _find_layers(model: nn.Module, plan: Plan, size: int) -> list[_PlannedLayer]:
     """Return the layers that the plan names, in the model's order."""
     if not (isinstance(plan, Mapping) and plan and all(isinstance(pattern, str) for pattern in plan)):
         # An empty plan would have every rank train the whole model by itself.
@@ -115,7 +115,7 @@ def _find_layers(model: nn.Module, plan: Plan, size: int) -> list[_Layer]:
             f'{_flag(size)}: the plan is {plan!r}; give a dict of module names, such as {{"mlp.up": "columns", '
             '"mlp.down": "rows"}'
         )
-    found: dict[str, _Layer] = {}
+    found: dict[str, _PlannedLayer] = {}
     sources: dict[str, str] = {}
     for pattern, value in plan.items():
         word, pieces = _parse(pattern, value, size)
@@ -123,7 +123,7 @@ def _find_layers(model: nn.Module, plan: Plan, size: int) -> list[_Layer]:
         if not matches:
             raise ConfigError(f"{_flag(size)}: '{pattern}' in the plan matches no module; correct it, or leave it out")
         for name, module in matches:
-            layer = _Layer(name, module, word, pieces)
+            layer = _PlannedLayer(name, module, word, pieces)
             if found.setdefault(name, layer) != layer:
                 raise ConfigError(
                     f"{_flag(size)}: {name} is planned as '{plan[sources[name]]}' by '{sources[name]}' and as "
@@ -147,7 +147,7 @@ def _parse(pattern: str, value: str | ParallelStyle, size: int) -> tuple[str | P
     return word, 1
 
 
-def _check(layer: _Layer, group: TensorGroup) -> None:
+def _check(layer: _PlannedLayer, group: TensorGroup) -> None:
     """Refuse a layer that cannot be cut as planned."""
     where = f"{_flag(group.size)}: {layer.name}"
     if isinstance(layer.word, ParallelStyle):
@@ -157,10 +157,10 @@ def _check(layer: _Layer, group: TensorGroup) -> None:
                 f"--exact, or plan it as one of {', '.join(_WORDS)}"
             )
         return
-    if layer.word == "whole":
+    if layer.word == "replicated":
         if next(layer.module.children(), None) or not layer.module._parameters:
             raise ConfigError(
-                f"{where} is planned as 'whole' but is not a single layer with parameters; name the layer"
+                f"{where} is planned as 'replicated' but is not a single layer with parameters; name the layer"
             )
         return
     if layer.word == "columns" and type(layer.module) is nn.Dropout:
@@ -181,14 +181,14 @@ def _check(layer: _Layer, group: TensorGroup) -> None:
         )
 
 
-def _check_table(layer: _Layer, where: str) -> None:
+def _check_table(layer: _PlannedLayer, where: str) -> None:
     """Refuse options of an embedding that look at more than the rows of one rank."""
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(layer.module, option, None):
             raise ConfigError(f"{where} is an embedding with {option}, which is not supported; drop {option}")
 
 
-def _count_cut(layer: _Layer) -> tuple[int, str]:
+def _count_cut(layer: _PlannedLayer) -> tuple[int, str]:
     """Return what a layer has of the things that are shared out, and their name."""
     if isinstance(layer.module, nn.Embedding):
         return layer.module.num_embeddings, "rows"
@@ -197,7 +197,7 @@ def _count_cut(layer: _Layer) -> tuple[int, str]:
     return layer.module.out_features, "outputs"
 
 
-def _check_shared(model: nn.Module, layers: Sequence[_Layer], size: int) -> None:
+def _check_shared(model: nn.Module, layers: Sequence[_PlannedLayer], size: int) -> None:
     """Refuse tied parameters of which the plan cuts one and not the other, or in another way."""
     cuts: dict[Tensor, object] = {}
     for layer in layers:
@@ -214,7 +214,7 @@ def _check_shared(model: nn.Module, layers: Sequence[_Layer], size: int) -> None
                 )
 
 
-def _cut_key(layer: _Layer | None, name: str) -> object:
+def _cut_key(layer: _PlannedLayer | None, name: str) -> object:
     """Return a key that is equal for tied parameters that are cut alike."""
     if layer is None:
         return []
@@ -222,9 +222,9 @@ def _cut_key(layer: _Layer | None, name: str) -> object:
     return layer.name if isinstance(layer.word, ParallelStyle) else _placement(layer, name)
 
 
-def _placement(layer: _Layer, name: str) -> list[Placement]:
+def _placement(layer: _PlannedLayer, name: str) -> list[Placement]:
     """Return where a parameter of a layer is cut; [] if it stays whole."""
-    if isinstance(layer.word, ParallelStyle) or layer.word == "whole":
+    if isinstance(layer.word, ParallelStyle) or layer.word == "replicated":
         return []
     if layer.word == "rows":
         return [Shard(1)] if name == "weight" else []
@@ -235,7 +235,7 @@ def _placement(layer: _Layer, name: str) -> list[Placement]:
     return [Shard(0)]
 
 
-def _cut_layer(layer: _Layer, mesh: DeviceMesh, group: TensorGroup, parts: dict[Tensor, nn.Parameter]) -> None:
+def _cut_layer(layer: _PlannedLayer, mesh: DeviceMesh, group: TensorGroup, parts: dict[Tensor, nn.Parameter]) -> None:
     """Replace a layer's parameters by this rank's, and its class by one that computes with them."""
     module = layer.module
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -249,10 +249,10 @@ def _cut_layer(layer: _Layer, mesh: DeviceMesh, group: TensorGroup, parts: dict[
     module.__class__ = _class_of(layer)
 
 
-def _class_of(layer: _Layer) -> type[nn.Module]:
-    if layer.word == "whole":
+def _class_of(layer: _PlannedLayer) -> type[nn.Module]:
+    if layer.word == "replicated":
         kind = type(layer.module)
-        return type(f"Whole{kind.__name__}", (WholeParameters, kind), {})
+        return type(f"Replicated{kind.__name__}", (ReplicatedParameters, kind), {})
     if layer.word == "vocabulary":
         return VocabularyEmbedding if isinstance(layer.module, nn.Embedding) else VocabularyLinear
     if layer.word == "rows":

@@ -7,7 +7,7 @@ therefore the cause, and not a consequence.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -263,29 +263,50 @@ def against_one_replica(one: list[dict[str, Any]], ranks: list[dict[str, Any]], 
         clip: as in Traces.
     """
     compared = []
+    results = [_compare_step(one, ranks, at) for at in range(len(one[0]["steps"]))]
     for trace in ranks:
         steps = []
-        for record, expected in zip(trace["steps"], one[trace["coordinate"]]["steps"], strict=True):
-            steps.append(record | {kind: _compare_bits(record[kind], expected[kind]) for kind in _kinds(record)})
+        for record, result in zip(trace["steps"], results, strict=True):
+            own = {kind: {**found, "digests": record[kind]["digests"]} for kind, found in result.items()}
+            steps.append(record | own)
         compared.append({**trace, "steps": steps})
     return first_difference(Traces(one[0], compared, EXACT, clip))
 
 
-def _kinds(record: dict[str, Any]) -> list[str]:
-    return [kind for kind in ("initial", "gradient", "weights", "buffers", "optimizer") if kind in record]
+def _compare_step(one: list[dict[str, Any]], ranks: list[dict[str, Any]], at: int) -> dict[str, dict[str, Any]]:
+    """Compare the bits of all tensors after a step, as totals over the parts: the ranks may have other ones."""
+    results = {}
+    for kind in ("initial", "gradient", "weights", "buffers", "optimizer"):
+        if kind in one[0]["steps"][at]:
+            own = _add_parts(trace["steps"][at][kind]["sums"] for trace in ranks)
+            wanted = _add_parts(trace["steps"][at][kind]["sums"] for trace in one)
+            results[kind] = _compare_totals(own, wanted)
+    return results
 
 
-def _compare_bits(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Compare the digests of a rank's tensors with those of the rank with the same parts."""
-    own = actual["digests"] | actual["shards"]
-    wanted = expected["digests"] | expected["shards"]
-    result: dict[str, Any] = {"digests": actual["digests"], "first": None, "equal": True, "parts": {}}
+def _add_parts(ranks: Iterable[dict[str, dict[str, int]]]) -> dict[str, str]:
+    """Return a digest of each whole tensor from those of the ranks' parts."""
+    parts: dict[str, dict[str, set[int]]] = {}
+    for sums in ranks:
+        for name, found in sums.items():
+            for box, digest in found.items():
+                parts.setdefault(name, {}).setdefault(box, set()).add(digest)
+    totals = {}
+    for name, boxes in parts.items():
+        if any(len(digests) > 1 for digests in boxes.values()):
+            totals[name] = "copies that differ"
+        else:
+            totals[name] = f"the digest {sum(map(sum, boxes.values())) % 2**64:016x}"
+    return totals
+
+
+def _compare_totals(own: dict[str, str], wanted: dict[str, str]) -> dict[str, Any]:
+    result: dict[str, Any] = {"first": None, "equal": own == wanted, "parts": {}}
     result["missing"] = sorted(own.keys() ^ wanted.keys())
-    for name, bits in own.items():
-        if wanted.get(name, bits) != bits:
-            values = [f"a part with the digest {digest[:8]}" for digest in (bits, wanted[name])]
+    for name, total in own.items():
+        if wanted.get(name, total) != total:
+            values = [total, wanted[name]]
             result["first"] = {"name": name, "values": values, "at": [], "difference": math.inf, "allowed": 0.0}
-            result["equal"] = False
             break
     return result
 

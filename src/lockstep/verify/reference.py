@@ -23,7 +23,7 @@ from lockstep.checkpoint.layout import TensorBox, parts_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
-from lockstep.tensors import local_of
+from lockstep.trace.record.sums import mix
 from lockstep.verify.operations import digest
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance
 
@@ -32,12 +32,16 @@ __all__ = [
     "ReferenceComparer",
     "ReferenceWriter",
     "TensorStore",
+    "sums_of_parts",
 ]
 
 Named = list[tuple[str, Tensor]]
 
 # Elements that are converted to float64 at a time, to limit the memory.
 PIECE_SIZE = 2**18
+
+# Bytes of an element -> the integer of that size.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The largest 2-norm of the error of a tensor's block; or a function: slice -> the largest error of its elements.
 Limit = float | Callable[[slice], Tensor]
@@ -158,13 +162,18 @@ class ReferenceComparer:
         self._store = store
         self._tolerance = tolerance
         self._scales = Scales.of(steps, config)
+        # In exact mode the replicas of a divided model are compared with one, whose ranks may have other parts.
+        self._adds_up = config.exact and config.parallel.tensor > 1
 
     def record(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
         if kind == "weights" and not self._tolerance.exact:
             second = self._store.read("optimizer", step)
         else:
             second = None
-        return compare(tensors, self._store.read(kind, step), partial(self._limit, kind, step, second))
+        result = compare(tensors, self._store.read(kind, step), partial(self._limit, kind, step, second))
+        if self._adds_up:
+            result["sums"] = sums_of_parts(tensors)
+        return result
 
     def fingerprint(self, model: dict[str, Tensor]) -> str:
         # Every tensor is compared already, and a sharded model would have to be gathered for a fingerprint.
@@ -208,7 +217,6 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
 
     Returns:
         "digests": of the tensors that this rank has whole.
-        "shards": digests of this rank's parts of the others.
         "first": the first tensor beyond its limit: its name, the largest difference, where, both values.
         "largest": [relative difference, name]: of the tensor's largest error to its largest element.
         "equal": whether all bits are.
@@ -219,8 +227,8 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         "missing": names on one side only.
     """
     result: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
-    for key in ("shards", "parts", "offsets"):
-        result[key] = {}
+    result["parts"] = {}
+    result["offsets"] = {}
     result["apart"] = 0.0
     names = set()
     for name, tensor in tensors:
@@ -233,7 +241,8 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         if not parts or not tensor.numel():
             continue
         # The host waits for the device here, once for each tensor and step.
-        result["digests" if _is_full(tensor) else "shards"][name] = digest(local_of(tensor))
+        if _is_full(tensor):
+            result["digests"][name] = digest(tensor)
         full = expected[name]
         if tensor.shape != full.shape or tensor.dtype != full.dtype:
             result["first"] = result["first"] or _shape_difference(name, tensor, full)
@@ -263,6 +272,39 @@ def _compare_part(
     for column, total in enumerate(_tally(local, expected_part)):
         result["parts"][name][column] += total
     result["apart"] += _difference(result, name, local, expected_part, block, limit_of)
+
+
+def sums_of_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, int]]:
+    """Digest this rank's parts so that the digests of a tensor's parts add up to one of the tensor, modulo 2**64.
+
+    Returns:
+        By name: offsets and shape of a part -> its digest.
+    """
+    sums: dict[str, dict[str, int]] = {}
+    for name, tensor in tensors:
+        sums[name] = {}
+        for box, values in parts_of(tensor, name):
+            # The host waits for the device here, once for each part and step.
+            sums[name][f"{box.offsets} {box.shape}"] = _sum_of_bits(values.cpu(), box, tuple(tensor.shape))
+    return sums
+
+
+def _sum_of_bits(values: Tensor, box: TensorBox, shape: tuple[int, ...]) -> int:
+    """Return the sum over a part's elements of a hash of position and bits, modulo 2**64."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+        box = TensorBox((*box.offsets, 0), (*box.shape, 2))
+        shape = (*shape, 2)
+    places = torch.zeros((), dtype=torch.int64)
+    stride = 1
+    # Row-major positions in the full tensor, from the last dimension to the first.
+    for dimension in reversed(range(len(shape))):
+        steps = torch.arange(box.offsets[dimension], box.offsets[dimension] + box.shape[dimension]) * stride
+        places = places + steps.view(-1, *[1] * (len(shape) - dimension - 1))
+        stride = stride * shape[dimension]
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
+    # A position's hash first, or elements whose position and bits add up to the same number could be exchanged.
+    return int(mix(mix(places) + bits).sum()) % 2**64
 
 
 def _is_full(tensor: Tensor) -> bool:

@@ -147,7 +147,7 @@ class Combination:
 
     @property
     def replicas(self) -> int:
-        """How many models the ranks hold."""
+        """Number of replicas."""
         return self.world_size // self.tensor
 
     @property

@@ -26,7 +26,7 @@ from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.engines.fsdp.forwards import equal_forwards, same_units
 from lockstep.engines.registry import check_audit, name_of
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, DifferenceError, LockstepError
 from lockstep.loop import describe_value, loss_of
 from lockstep.passes import split_loss
 from lockstep.records import float_of, is_number
@@ -549,7 +549,7 @@ def _check_replicas(trial: Trial, first: MicroBatch) -> None:
     They do not if a layer's output is cut and no later layer adds the parts up: each rank would train another model.
 
     Raises:
-        ConfigError: on every rank, naming the first replica whose ranks differ.
+        DifferenceError: on every rank, naming the first replica whose ranks differ.
     """
     world = trial.world
     size = world.replica.size
@@ -569,7 +569,7 @@ def _check_replicas(trial: Trial, first: MicroBatch) -> None:
         own = losses[start : start + size]
         # NaN and infinity are for the guards.
         if all(map(math.isfinite, own)) and max(own) - min(own) > _SAME_LOSS * max(map(abs, own)):
-            raise ConfigError(
+            raise DifferenceError(
                 f"--parallel.tensor {size}: ranks {start} to {start + size - 1} hold one model, and its loss is "
                 f"{min(own):.6g} on one and {max(own):.6g} on another: a layer planned as 'columns' gives its part to "
                 "code that needs all of it; plan the layer after it as 'rows', or leave both out of the plan"
