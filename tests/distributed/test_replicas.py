@@ -14,6 +14,7 @@ from toys import Ragged
 import lockstep
 from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.sections import Guards
+from lockstep.distributed.replicas import form_replicas
 from lockstep.errors import ConfigError, LockstepError
 
 DEGREES = ("tensor", "context", "pipeline")
@@ -21,7 +22,7 @@ DEGREES = ("tensor", "context", "pipeline")
 
 def divided(world, degrees):
     """Return the size and ranks of this rank's groups, measured by collectives in them."""
-    world.form_replicas(**dict(zip(DEGREES, degrees, strict=True)))
+    form_replicas(world, **dict(zip(DEGREES, degrees, strict=True)))
     found = {"counts": world.counts, "all": world.gather(world.rank), "label": world.data_parallel.label}
     for name in ("replica", "data_parallel"):
         part = getattr(world, name)
@@ -35,6 +36,7 @@ def divided(world, degrees):
             part.check_same("place", {"rank": part.rank})
         part.barrier()
         found[name] = [part.size, gathered, part.broadcast(world.rank), part.global_rank, int(ranks)]
+    found["parts"] = [world.part(name).gather(world.rank) for name in ("pp", "cp", "tp")]
     found["counted"] = world.gather_counted(world.rank)
     # A further group of a part has its ranks alone, as the step exchange's has.
     found["more"] = dist.get_process_group_ranks(world.data_parallel.new_group())
@@ -55,6 +57,11 @@ def test_replicas_and_data_parallel_groups_of_four_ranks(degrees):
             members = [[member, at] for at, member in enumerate(ranks)]
             summed = sum(member + 1 for member in ranks)
             assert found[name] == [len(ranks), members, ranks[0], rank, summed], (rank, name)
+        assert found["parts"] == [
+            mesh[mine[0], :, mine[2], mine[3]].tolist(),
+            mesh[mine[0], mine[1], :, mine[3]].tolist(),
+            mesh[(*mine[:3],)].tolist(),
+        ]
         assert found["all"] == [0, 1, 2, 3]
         assert found["counts"] == (rank in leaders)
         assert found["counted"] == leaders
@@ -63,7 +70,7 @@ def test_replicas_and_data_parallel_groups_of_four_ranks(degrees):
 
 
 def plain(world):
-    world.form_replicas()
+    form_replicas(world)
     replica = world.replica
     return [
         world.data_parallel is world,
@@ -84,8 +91,8 @@ def test_without_replicas_the_data_parallel_group_is_the_world():
 def refused(world, folder):
     for degrees in ({"tensor": 3}, {"pipeline": 8}, {"context": 0}):
         with refuses(ConfigError, "2 ranks", "replicas"):
-            world.form_replicas(**degrees)
-    world.form_replicas(tensor=2)
+            form_replicas(world, **degrees)
+    form_replicas(world, tensor=2)
     model = torch.nn.Linear(2, 2)
     for name, entry in ENGINES.items():
         if not entry.replicas:
@@ -115,7 +122,7 @@ _OF_THE_MACHINE = ("time", "memory", "second", "world_size", "mfu", "eta", "run_
 
 def trained(world, folder, tensor, exact, compression="none"):
     """(digests of the weights, records without times) of three steps with an evaluation."""
-    world.form_replicas(tensor=tensor)
+    form_replicas(world, tensor=tensor)
     config = small_runs.config(
         folder,
         max_steps=3,

@@ -11,6 +11,7 @@ from ranks import run
 from torch import nn
 
 from lockstep.distributed import collectives
+from lockstep.distributed.replicas import form_replicas
 from lockstep.engines.blocks import repeated_layers
 from lockstep.engines.mesh_norms import StageNorm
 from lockstep.engines.optimizer_step import total_norm
@@ -136,7 +137,7 @@ def difference(found, wanted):
 
 def compare(world, kind):
     """Train as stages and in one process; return what this stage holds, and its largest differences."""
-    world.form_replicas(pipeline=world.size)
+    form_replicas(world, pipeline=world.size)
     whole = make(kind)
     reference = train(whole, lambda step: alone(whole, step), total_norm)
     model = make(kind)
@@ -184,7 +185,7 @@ def test_stages_train_as_one_process(kind, stages):
 
 def count_messages(world):
     """Messages of hidden states and gradients, activations held at once, and parameters that are still alive."""
-    world.form_replicas(pipeline=world.size)
+    form_replicas(world, pipeline=world.size)
     model = make("untied")
     whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
     alive = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -227,7 +228,7 @@ def test_messages_memory_and_parameters():
 
 
 def evaluate(world):
-    world.form_replicas(pipeline=world.size)
+    form_replicas(world, pipeline=world.size)
     whole, model = make("untied").eval(), make("untied")
     pipeline = Pipeline(stage_of(world, model), world.replica)
     batches = micro_batches()
@@ -288,7 +289,7 @@ def sum_loss(model, batch):
 
 
 def time_a_step(world, count, seconds):
-    world.form_replicas(pipeline=world.size)
+    form_replicas(world, pipeline=world.size)
     torch.manual_seed(0)
     model = Chain([Sleeping(seconds) for _ in range(world.size)])
     batch = torch.ones(2, 3)

@@ -11,9 +11,9 @@ for a device nor interleave with the training group's collectives.
 Agreements that follow each other travel together: in `with world.together():` an action of `on_all_ranks` and a value
 of `check_same` or `defer` wait for the next gather, which carries the errors of all ranks too.
 
-Several ranks may hold one model between them: `world.form_replicas(tensor=2)` makes `world.replica` and
-`world.data_parallel`, Worlds of some of the ranks. Code that divides data or sums over it uses `world.data_parallel`;
-code that agrees, saves, reports or names a rank uses `world`.
+Several ranks may hold one model between them: `form_replicas(world, tensor=2)` of `distributed.replicas` makes
+`world.replica` and `world.data_parallel`, Worlds of some of the ranks. Code that divides data or sums over it uses
+`world.data_parallel`; code that agrees, saves, reports or names a rank uses `world`.
 
 A default group that already exists in this process (from accelerate, or a script) is used, and left open at the end.
 
@@ -59,6 +59,7 @@ from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
+    "Replicas",
     "World",
     "meeting_point",
     "meeting_store",
@@ -119,7 +120,8 @@ class World:
         timeout: seconds after which a collective fails that a peer did not join.
         control: gloo group for agreements; None in a world of one that no launcher started.
         group: the training backend's group; None: torch's default one, of all ranks of the run.
-        mesh: of these ranks, a dimension of the mesh ("dp", "tp") of all ranks of the run; None without replicas.
+        mesh: of these ranks, a dimension of the mesh of all ranks of the run; None without replicas.
+        replicas: the worlds of some of the ranks, see `replicas.form_replicas`; None: each rank has a whole model.
         quiet: print nothing to the user, since the process is not yet one that reports.
         leads: for each rank the first one that sees the same run folder; (): all see rank 0's.
         loaded: kind -> [epochs, steps] of the `lockstep.loader`s so far; the next of the kind continues there.
@@ -133,6 +135,7 @@ class World:
     control: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
+    replicas: "Replicas | None" = field(default=None, repr=False, compare=False)
     quiet: bool = False
     leads: tuple[int, ...] = ()
     loaded: dict[str, list[int]] = field(default_factory=dict, compare=False)
@@ -143,10 +146,6 @@ class World:
     _is_guest: bool = False
     # The ranks in the run of those in this world, if these are some of them.
     _global_ranks: tuple[int, ...] = ()
-    # By replica, the rank that counts for it; (): every rank counts.
-    _leaders: tuple[int, ...] = ()
-    _data_parallel: "World | None" = field(default=None, repr=False, compare=False)
-    _replica: "World | None" = field(default=None, repr=False, compare=False)
     # Not copied by `dataclasses.replace`.
     _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -238,65 +237,31 @@ class World:
             box = [groups.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
-    def form_replicas(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        """Divide the ranks into replicas, and form their groups. Collective; once after the join.
-
-        The mesh of all ranks is (dp, pp, cp, tp): the ranks of a replica follow each other, its tensor ranks closest.
-
-        Args:
-            tensor, context, pipeline: degrees; a replica has their product of ranks.
-
-        Raises:
-            ConfigError: the ranks are not a whole number of such replicas.
-        """
-        size = tensor * context * pipeline
-        if min(tensor, context, pipeline) < 1 or self.size % size:
-            raise ConfigError(
-                f"{self.size} ranks are no whole number of replicas of {tensor} x {context} x {pipeline} (tensor, "
-                "context, pipeline): choose degrees of at least 1 whose product divides the ranks"
-            )
-        if size == 1:
-            return
-        # The loss is known on the last stage, so its first rank counts.
-        self._leaders = tuple(range(size - tensor * context, self.size, size))
-        first = self.rank - self.rank % size
-        # All ranks form two groups of each kind in this order.
-        self._data_parallel = self._form_part("dp", range(self.rank % size, self.size, size))  # collective
-        self._replica = self._form_part("replica", range(first, first + size))  # collective
-        self._share_mesh(self._data_parallel, self._replica)
-
-    def _form_part(self, purpose: str, ranks: range) -> "World":
-        """Form the world of some of the ranks. Collective over them."""
+    def form_part(self, purpose: str, ranks: list[int]) -> "World":
+        """Form the world of some of the ranks, this one included. Collective over them."""
         part = World(ranks.index(self.rank), self.local_rank, len(ranks), self.device, self.timeout)
-        part.group = self.new_group([*ranks], backend=None)  # collective
-        part.control = self.new_group([*ranks])  # collective
-        part._scope = f"{self._scope}/{purpose}-{ranks.start}"
+        part.group = self.new_group(ranks, backend=None)  # collective
+        part.control = self.new_group(ranks)  # collective
+        part._scope = f"{self._scope}/{purpose}-{ranks[0]}"
         part._global_ranks = tuple(ranks)
         return part
-
-    def _share_mesh(self, data_parallel: "World", replica: "World") -> None:
-        """Give the parts their dimension of one mesh of all ranks, with the groups that they have."""
-        groups = []
-        for part in (data_parallel, replica):
-            # None is the default group, which a world of some of the ranks never uses.
-            assert part.group is not None
-            groups.append(part.group)
-        ranks = torch.arange(self.size).view(-1, replica.size)
-        # One mesh, since FSDP joins the dimensions, and a save finds a tensor's other holders by the whole mesh.
-        mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
-        data_parallel.mesh = mesh["dp"]
-        replica.mesh = mesh["tp"]
 
     @property
     def data_parallel(self) -> "World":
         """The data-parallel group: the ranks that compute different samples; this world without replicas."""
-        return self._data_parallel or self
+        return self.replicas.data_parallel if self.replicas else self
 
     @property
     def replica(self) -> "World":
         """The ranks that hold one model between them, this one included."""
-        if self._replica is not None:
-            return self._replica
+        return self.replicas.replica if self.replicas else self._alone()
+
+    def part(self, dimension: str) -> "World":
+        """Return the ranks of this rank's replica that differ in one dimension alone: "pp", "cp" or "tp"."""
+        parts = self.replicas.parts if self.replicas else {}
+        return parts.get(dimension) or self._alone()
+
+    def _alone(self) -> "World":
         alone = World(0, self.local_rank, 1, self.device, self.timeout)
         alone._global_ranks = (self.global_rank,)
         return alone
@@ -314,21 +279,22 @@ class World:
     @property
     def counts(self) -> bool:
         """Whether this rank counts for its replica, whose other ranks have the same samples, items and losses."""
-        return not self._leaders or self.rank in self._leaders
+        return self.replicas is None or self.rank in self.replicas.leaders
 
     def gather_counted(self, value: Any) -> list[Any]:
         """Return the `value` of each rank that counts, one a replica, in order. Collective, as `gather`."""
         values = self.gather(value if self.counts else None)
-        return [values[rank] for rank in self._leaders] if self._leaders else values
+        return [values[rank] for rank in self.replicas.leaders] if self.replicas else values
 
     def _release_groups(self) -> "list[dist.ProcessGroup | None]":
         """Give up the groups of this world and its parts, except the default one."""
         groups = [self.control]
-        for part in (self._data_parallel, self._replica):
-            if part is not None:
-                groups += [part.control, part.group]
-        self.control = self._data_parallel = self._replica = None
-        self._leaders = ()
+        if self.replicas:
+            for part in (self.replicas.data_parallel, self.replicas.replica, *self.replicas.parts.values()):
+                # One dimension's ranks may be all of the replica's.
+                if part.control not in groups:
+                    groups += [part.control, part.group]
+        self.control = self.replicas = None
         return groups
 
     def new_group(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> dist.ProcessGroup:
@@ -742,6 +708,23 @@ class World:
         """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""
         if self.control is not None:
             _ABANDONED.append(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Worlds of some of the ranks, where several ranks hold one model between them.
+
+    Attributes:
+        data_parallel: the ranks at this rank's coordinate of each replica, which compute different samples.
+        replica: the ranks of this rank's replica.
+        parts: mesh dimension of at least 2 ranks, "pp", "cp" or "tp" -> the ranks of the replica along it.
+        leaders: by replica, the rank that counts for it.
+    """
+
+    data_parallel: World
+    replica: World
+    parts: dict[str, World]
+    leaders: tuple[int, ...]
 
 
 def _check_alike(check: Check, values: list[Any]) -> None:

@@ -168,7 +168,7 @@ def make_engine(
         request = dataclasses.replace(request, single_pass_flag="--weight-copies step")
     if world.replica.size > 1 and not ENGINES[name].replicas:
         raise ConfigError(
-            f"--engine {name} does not work with replicas of {world.replica.size} ranks (World.form_replicas): use "
+            f"--engine {name} does not work with replicas of {world.replica.size} ranks (form_replicas): use "
             "--engine ddp"
         )
     # Gradients and what forwards write are exchanged among the ranks that compute different samples.

@@ -502,7 +502,10 @@ class ItemsOfAll(_DividedFault):
     text = "every rank of a replica counts its items, which are those of the others"
 
     def task(self, task: Task, context: FaultContext) -> Task:
-        self.replace(context.world, "_leaders", ())
+        replicas = context.world.replicas
+        assert replicas is not None
+        everyone = dataclasses.replace(replicas, leaders=tuple(range(context.world.size)))
+        self.replace(context.world, "replicas", everyone)
         return task
 
 

@@ -7,6 +7,7 @@ divide_model(config, task, model, world)
 from torch import nn
 
 from lockstep.config.schema import Config
+from lockstep.distributed import replicas
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
@@ -37,7 +38,7 @@ def form_replicas(config: Config, world: World) -> None:
         raise ConfigError(
             f"--parallel.tensor {degree}: this world has replicas of {world.replica.size} ranks; use that degree"
         )
-    world.form_replicas(tensor=degree)  # collective
+    replicas.form_replicas(world, tensor=degree)  # collective
 
 
 def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> None:

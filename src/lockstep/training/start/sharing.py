@@ -110,4 +110,4 @@ def _check_replicas(config: Config, size: int) -> None:
         (config.guards.audit, "--guards.audit", "set it to 0"),
     ):
         if is_set:
-            raise ConfigError(f"{flag} does not work with replicas of {size} ranks (World.form_replicas): {advice}")
+            raise ConfigError(f"{flag} does not work with replicas of {size} ranks (form_replicas): {advice}")
