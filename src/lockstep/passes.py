@@ -27,6 +27,7 @@ from lockstep.engines.base import Engine
 from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.guards.loss_parameters import LossParameters
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, is_number, number_of
 from lockstep.seeds import derive
 from lockstep.task import AVERAGED, UNDIVIDED, Task, set_step
@@ -153,6 +154,7 @@ class StepControl:
         gradients: norms of the gradient by block, computed in steps with a record.
         rate: returns the first group's learning rate in the step, after the update.
         after_update: called with the number of updates so far, after each.
+        pipeline: runs the micro-batches, where this rank has a stage of the model; None: it has the whole model.
     """
 
     factor: Callable[[int], float | None]
@@ -171,6 +173,7 @@ class StepControl:
     gradients: GradientNorms = NO_NORMS
     rate: Callable[[], float] = lambda: math.nan
     after_update: Callable[[int], None] = lambda done: None
+    pipeline: Pipeline | None = None
 
 
 class Passes:
@@ -271,6 +274,8 @@ class Passes:
             The losses of the micro-batches with weight, as records add them up.
         """
         control = self._control
+        if control.pipeline is not None:
+            return self._through_stages(step, micro, loss_function, weights, control.pipeline, counts=counts)
         engine = self._engine
         clock = self._control.clock
         audit = control.audit if counts else NO_AUDIT
@@ -296,16 +301,71 @@ class Passes:
                 # DDP and FSDP exchange gradients during the last backward, so it gets its own name.
                 clock.lap("backward" if is_last else "backward/alone")
             if counts and numbers is not None:
-                numbers_by_name = {}
-                for name, value in numbers.items():
-                    numbers_by_name[name] = weights.number(value, batch)
-                self._numbers.add(step, batch.index, numbers_by_name, counts=bool(batch.weight))
+                self._collect(step, batch, numbers, weights)
             if batch.weight:
                 losses.append(weights.in_items(loss.detach(), batch))
             if parameters:
                 # Drop the graph first: an error must not keep the activations in memory.
                 del loss, numbers
                 parameters.refuse()
+        return losses
+
+    def _collect(self, step: int, batch: MicroBatch, numbers: Mapping[str, Any], weights: LossWeights) -> None:
+        """Collect the numbers that the task returned with the loss of a micro-batch."""
+        numbers_by_name = {}
+        for name, value in numbers.items():
+            numbers_by_name[name] = weights.number(value, batch)
+        self._numbers.add(step, batch.index, numbers_by_name, counts=bool(batch.weight))
+
+    def _through_stages(
+        self,
+        step: int,
+        micro: list[MicroBatch],
+        loss_function: LossFunction,
+        weights: LossWeights,
+        pipeline: Pipeline,
+        *,
+        counts: bool,
+    ) -> list[Tensor]:
+        """Run the micro-batches through the stages of a pipeline. Collective over the stages.
+
+        Returns:
+            As `_backwards`; zeros before the last stage, whose replica the last one counts for.
+        """
+        control = self._control
+        engine = self._engine
+        clock = control.clock
+        parameters = self._parameters
+        self._parameters = None
+
+        def forward(slot: int) -> Tensor:
+            batch = micro[slot]
+            control.seed(step, batch.index)
+            with engine.accumulate(slot + 1 == len(micro), counts), empty_slot(not batch.weight):
+                # Before the last stage it ends with the stage's last block, by an exception.
+                loss, numbers = loss_function(engine.model, batch)
+            if counts and numbers is not None:
+                self._collect(step, batch, numbers, weights)
+            clock.lap("forward")
+            return loss
+
+        def backward(slot: int, loss: Tensor) -> None:
+            batch = micro[slot]
+            if parameters and slot == 0:
+                parameters.look(loss, batch.held)
+            # A stage's forwards and backwards alternate between micro-batches, so no context holds both of one.
+            with empty_slot(not batch.weight):
+                engine.backward(loss, batch.weight * weights.share(batch))
+            clock.lap("backward")
+
+        found = pipeline.passes(len(micro), forward, backward)  # collective
+        if parameters:
+            parameters.refuse()
+        losses = []
+        for slot, batch in enumerate(micro):
+            if batch.weight:
+                loss = found[slot] if found else torch.zeros((), device=control.world.device)
+                losses.append(weights.in_items(loss, batch))
         return losses
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "LiveRates",
     "Order",
     "Task",
+    "TaskInContext",
     "as_task",
     "check_class",
     "current_step",
@@ -452,7 +453,7 @@ class _WrappedTask(Task):
         raise NotImplementedError
 
 
-class _TaskInContext:
+class TaskInContext:
     """A task whose computing methods run in a context.
 
     Everything else is read from the inner task and written to it.
@@ -556,13 +557,14 @@ def in_context(
         context: makes the context of a call.
         report: called once with the dtype of a loss that came in half precision.
     """
-    return cast("Task", _TaskInContext(_inner(task), context, report))
+    return cast("Task", TaskInContext(_inner(task), context, report))
 
 
 def _inner(task: Any) -> Any:
     """Return the task within a context, or the task itself."""
-    if type(task) is _TaskInContext:
-        return object.__getattribute__(task, "_inner")
+    # Not isinstance, for which it passes for the task.
+    while issubclass(type(task), TaskInContext):
+        task = object.__getattribute__(task, "_inner")
     return task
 
 

@@ -3,11 +3,13 @@
 import gc
 import time
 import weakref
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from ranks import run
+from refusals import refuses
 from torch import nn
 
 from lockstep.distributed import collectives
@@ -15,7 +17,7 @@ from lockstep.distributed.replicas import form_replicas
 from lockstep.engines.blocks import repeated_layers
 from lockstep.engines.mesh_norms import StageNorm
 from lockstep.engines.optimizer_step import total_norm
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.models.chunked_loss import summed_cross_entropy
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.parallel.pipeline import Pipeline
@@ -230,16 +232,63 @@ def test_messages_memory_and_parameters():
 def evaluate(world):
     form_replicas(world, pipeline=world.size)
     whole, model = make("untied").eval(), make("untied")
-    pipeline = Pipeline(stage_of(world, model), world.replica)
+    pipeline = Pipeline(stage_of(world, model), world.part("pp"))
+    model.eval()
     batches = micro_batches()
+    same = []
     with torch.no_grad():
-        wanted = [float(task_loss(whole, batch)) for batch in batches]
-        found = pipeline.forwards(len(batches), lambda number: task_loss(model.eval(), batches[number]))
-    return [float(loss) for loss in found] == (wanted if world.rank == world.size - 1 else [])
+        for shares in (False, True):
+            wanted = [float(task_loss(whole, batch)) for batch in batches]
+            with nullcontext() if shares else pipeline.without_sharing():
+                found = [pipeline.loss(lambda batch=batch: (task_loss(model, batch), {})) for batch in batches]
+            # Without sharing, the last stage alone has the value.
+            has_value = shares or world.rank == world.size - 1
+            same.append([float(loss) for loss, _ in found] == (wanted if has_value else [0.0] * len(wanted)))
+    return same
 
 
 def test_an_evaluation_runs_forwards_alone():
-    assert run(evaluate, 2) == [True, True]
+    assert run(evaluate, 2) == [[True, True], [True, True]]
+
+
+def one_loss(world):
+    """Gradients of a loss that every stage has, and an error of a stage on all of them."""
+    form_replicas(world, pipeline=world.size)
+    whole, model = make("untied"), make("untied")
+    pipeline = Pipeline(stage_of(world, model), world.part("pp"))
+    batch = micro_batches()[0]
+    torch.manual_seed(1)
+    wanted = task_loss(whole, batch)
+    (2 * wanted).backward()
+    wanted = wanted.detach()
+    torch.manual_seed(1)
+    loss, numbers = pipeline.loss(lambda: (task_loss(model, batch), {"half": (wanted / 2, 1)}))
+    (2 * loss).backward()
+    reference = dict(whole.named_parameters())
+    same = all(torch.equal(p.grad, reference[name].grad) for name, p in model.named_parameters())
+    if world.rank == 1:
+        hook = model.blocks[1].register_forward_pre_hook(fail)
+    # The user's loss turns it into an error of its own.
+    with refuses(*((AssertionError, "stage's end") if world.rank == 1 else (PeerError, "rank 1"))):
+        pipeline.loss(lambda: (task_loss(model, batch), {}))
+    if world.rank == 1:
+        hook.remove()
+    # The stages are at the same place afterwards.
+    again = pipeline.loss(lambda: (task_loss(model, batch), {}))[0]
+    return (
+        float(loss.detach()) == float(wanted),
+        float(numbers["half"][0]) == float(wanted) / 2,
+        same,
+        bool(again.isfinite()),
+    )
+
+
+def fail(module, args):
+    raise ValueError("a block failed")
+
+
+def test_a_loss_of_all_stages_has_the_gradients_of_one_process():
+    assert run(one_loss, 3) == [(True, True, True, True)] * 3
 
 
 class Sleeping(nn.Module):

@@ -44,6 +44,7 @@ __all__ = [
     "boxes_of",
     "check_storable",
     "data_name",
+    "gather_stages",
     "in_file_order",
     "key_of",
     "owners_of",
@@ -260,18 +261,65 @@ class _MeshReplicas(NamedTuple):
     is_first: bool
 
 
-def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
+class StageTensor(NamedTuple):
+    """A tensor of which each pipeline stage's ranks have all or nothing.
+
+    Attributes:
+        dtype: by its name in the format.
+        shape: of the whole.
+        nbytes: likewise.
+        stage: the first one that has it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stage: int
+
+
+def gather_stages(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, StageTensor]:
+    """Return the tensors of all stages of a pipeline; {} without one. Collective over the stages."""
+    stages = world.part("pp")
+    if stages.size == 1:
+        return {}
+    aliases = _ties(tensors, sorted(tensors))
+    rows = []
+    for name, tensor in tensors.items():
+        if name not in aliases:
+            rows.append([name, dtype_name(tensor.dtype), list(tensor.shape), tensor.nbytes])
+    found: dict[str, StageTensor] = {}
+    # Every stage writes the index's part of the others, so that all agree on the writers.
+    for stage, rows_of_stage in enumerate(stages.gather(rows)):  # collective
+        for name, dtype, shape, nbytes in rows_of_stage:
+            found.setdefault(name, StageTensor(dtype, tuple(shape), nbytes, stage))
+    return found
+
+
+def _stage_writers(tensors: Mapping[str, StageTensor], world: World) -> dict[str, int]:
+    """Return the rank that writes each tensor: one of the first stage that has it."""
+    assert world.replicas is not None
+    writers = {}
+    for stage, ranks in enumerate(world.replicas.stages):
+        sizes = [(tensor.nbytes, name) for name, tensor in tensors.items() if tensor.stage == stage]
+        for name, place in owners_of(sizes, len(ranks)).items():
+            writers[name] = ranks[place]
+    return writers
+
+
+def share_out(tensors: dict[str, torch.Tensor], world: World, stages: Mapping[str, StageTensor] | None = None) -> Share:
     """Divide `tensors` among the ranks, and return this rank's share. Not collective.
 
     Args:
-        tensors: with the same names on every rank. A DTensor's mesh is one of all ranks with a shard, or each rank's
-            slice of it.
+        tensors: with the same names on every rank, but for `stages`. A DTensor's mesh is one of all ranks with a
+            shard, or each rank's slice of it.
+        stages: see `gather_stages`.
 
     Raises:
         CheckpointError: a tensor that cannot be stored (its dtype, layout or placement), which is named.
     """
-    for name, tensor in tensors.items():
-        _check(name, tensor)
+    _check_all(tensors)
+    if stages:
+        return _share_out_stages(tensors, world, stages)
     names = sorted(tensors)
     replicas = _replicas_by_mesh(tensors)
     aliases = _ties(tensors, names)
@@ -301,6 +349,24 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
             if name not in aliases:
                 index[name] = (dtype_name(tensors[name].dtype), grids.of(tensors[name], owners.get(name)))
     return Share(pieces, own_aliases, _summary(tensors, names, replicated, replicas), index)
+
+
+def _share_out_stages(tensors: dict[str, torch.Tensor], world: World, stages: Mapping[str, StageTensor]) -> Share:
+    """Divide the tensors of a pipeline's stages, which are whole on the ranks that have them."""
+    writers = _stage_writers(stages, world)
+    pieces = []
+    for name in sorted(tensors):
+        # Second names are not in `stages`.
+        if writers.get(name) == world.rank:
+            pieces += _pieces(name, tensors)
+    written = {piece.name for piece in pieces}
+    aliases = {alias: name for alias, name in _ties(tensors, sorted(tensors)).items() if name in written}
+    index = {}
+    if world.is_main:
+        for name, tensor in stages.items():
+            index[name] = (tensor.dtype, Grid.whole(tensor.shape, writers[name]))
+    digest = xxhash.xxh3_64_hexdigest(repr(sorted(stages.items())).encode())
+    return Share(pieces, aliases, {"tensors": len(stages), "names, shapes and stages": digest}, index)
 
 
 def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, _MeshReplicas]:
@@ -389,6 +455,11 @@ def check_storable(tensors: Mapping[str, Any]) -> None:
             raise CheckpointError(problem)
 
 
+def _check_all(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+
+
 def _check(name: str, tensor: torch.Tensor) -> None:
     problem = _problem(name, tensor)
     if not problem and tensor.is_meta:
@@ -427,7 +498,7 @@ def _no_tensor(name: str, value: Any) -> str:
     return f"the state's {name!r:.300} is a {type(value).__name__}, and a checkpoint stores only tensors: make it one"
 
 
-def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
+def _ties(tensors: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     """Return {alias: first name} of tensors that share all their memory; none for empty shards."""
     originals: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}

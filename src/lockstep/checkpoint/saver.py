@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.layout import Share, TensorPiece, in_file_order, share_out
+from lockstep.checkpoint.layout import Share, TensorPiece, gather_stages, in_file_order, share_out
 from lockstep.checkpoint.write import HostBuffer, contiguous_runs, span
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
@@ -96,9 +96,10 @@ class Saver:
         self.blocked = self.writing = 0.0
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Allocate host memory for saves of such tensors, in a thread."""
+        """Allocate host memory for saves of such tensors, in a thread. Collective over a pipeline's stages."""
         if self._background:
-            pieces = in_file_order(share_out(tensors, self._world).pieces)
+            stages = gather_stages(tensors, self._world)  # collective
+            pieces = in_file_order(share_out(tensors, self._world, stages).pieces)
             self._pinned.prepare([piece.local for piece in pieces if piece.local.is_cuda], self._world.device)
 
     def begin(
@@ -125,7 +126,8 @@ class Saver:
         self._step = step
         self._is_final = final
         began = time.perf_counter()
-        share = share_out(tensors, self._world)
+        stages = gather_stages(tensors, self._world)  # collective
+        share = share_out(tensors, self._world, stages)
         if self._background:
             share, ready = self._copy(share, stable)
             self._thread = threading.Thread(target=self._work, args=(share, ready, write), name="lockstep-save")

@@ -35,7 +35,7 @@ from torch import Tensor
 from lockstep.checkpoint.check import not_finite_line, verify
 from lockstep.checkpoint.files import remove, write_file
 from lockstep.checkpoint.format import FORMAT, INDEX, MANIFEST, STATE, Manifest, dtype_name, dump, step_name, stored_as
-from lockstep.checkpoint.layout import Share, TensorPiece, data_name, in_file_order, share_out
+from lockstep.checkpoint.layout import Share, TensorPiece, data_name, gather_stages, in_file_order, share_out
 from lockstep.distributed.agreement import LONG, Signs, gather_results, on_all_ranks
 from lockstep.distributed.outcomes import compare
 from lockstep.distributed.progress import rank_label
@@ -293,7 +293,8 @@ def save(
             inspection, and its manifest marks it as unusable for a resume.
         PeerError: the same, on a rank other than this one.
     """
-    share = on_all_ranks(world, lambda: share_out(tensors, world), signs=LONG)  # collective
+    stages = gather_stages(tensors, world)  # collective
+    share = on_all_ranks(world, lambda: share_out(tensors, world, stages), signs=LONG)  # collective
     return write_share(folder, step, share, state, world, engine=engine, exempt=exempt)
 
 

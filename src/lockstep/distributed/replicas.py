@@ -51,7 +51,9 @@ def form_replicas(world: World, *, tensor: int = 1, context: int = 1, pipeline: 
         replica = world.form_part("replica", _row_of(ranks.view(-1, size), world.rank))  # collective
     # The loss is known on the last stage, so its first rank counts.
     leaders = tuple(range(size - tensor * context, world.size, size))
-    world.replicas = Replicas(data_parallel, replica, parts, leaders)
+    by_stage = ranks.view(world.size // size, pipeline, -1).movedim(1, 0).reshape(pipeline, -1)
+    stages = tuple(tuple(row) for row in by_stage.tolist())
+    world.replicas = Replicas(data_parallel, replica, parts, leaders, stages)
 
 
 def _row_of(rows: torch.Tensor, rank: int) -> list[int]:

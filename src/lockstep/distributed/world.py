@@ -261,6 +261,13 @@ class World:
         parts = self.replicas.parts if self.replicas else {}
         return parts.get(dimension) or self._alone()
 
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The ranks of all replicas that hold this rank's pipeline stage; all ranks without a pipeline."""
+        if self.replicas is None:
+            return tuple(range(self.size))
+        return self.replicas.stages[self.part("pp").rank]
+
     def _alone(self) -> "World":
         alone = World(0, self.local_rank, 1, self.device, self.timeout)
         alone._global_ranks = (self.global_rank,)
@@ -719,12 +726,14 @@ class Replicas:
         replica: the ranks of this rank's replica.
         parts: mesh dimension of at least 2 ranks, "pp", "cp" or "tp" -> the ranks of the replica along it.
         leaders: by replica, the rank that counts for it.
+        stages: by pipeline stage, the ranks of all replicas that hold it; the first entry has all ranks without "pp".
     """
 
     data_parallel: World
     replica: World
     parts: dict[str, World]
     leaders: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
 
 
 def _check_alike(check: Check, values: list[Any]) -> None:

@@ -23,9 +23,9 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward, StepResult
-from lockstep.engines.closure import Alone
+from lockstep.engines.closure import Alone, takes_closure
 from lockstep.engines.exact import Tree
-from lockstep.engines.mesh_norms import MeshNorm
+from lockstep.engines.mesh_norms import MeshNorm, StageNorm
 from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
@@ -269,8 +269,8 @@ class ReplicatedEngine:
         self.is_cut = any(map(is_dtensor, parameters))
         if request.exact:
             self._build_tree()
-        elif self.is_cut:
-            # DDP knows no DTensors.
+        elif self.is_cut or request.pipeline:
+            # DDP knows no DTensors, and expects a backward right after each forward.
             self._by_hand = True
             same_start(module, world)
         else:
@@ -637,13 +637,21 @@ class DDP(BareEngine):
         spec = UpdateSpec(
             parameters,
             is_fixed=True,
-            exchange=self._replicas.finish,
+            exchange=self._finish,
             has_peers=world.size > 1,
             dense_flag="--engine ddp",
         )
         if self._replicas.is_cut:
             norm = MeshNorm(exact=bool(request.exact))
             spec = dataclasses.replace(spec, norm=norm, norms=norm.each, local=local_of)
+        self._pipeline = request.pipeline
+        if self._pipeline:
+            if takes_closure(instance):
+                raise ConfigError(
+                    f"--parallel.pipeline {self._pipeline.stages.size} does not work with an optimizer that evaluates "
+                    f"the loss several times ({type(instance).__name__}); use another one"
+                )
+            spec = dataclasses.replace(spec, norm=StageNorm(self._pipeline.stage, model, self._pipeline.stages))
         self._update = OptimizerStep(model, instance, request, spec)
         # torch's optimizers do not mix DTensors with plain tensors in one call.
         self._update.is_mixed = self._replicas.is_cut
@@ -662,8 +670,14 @@ class DDP(BareEngine):
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._replicas.finish()
+        self._finish()
         return self._update(factor, limit, momentum, evaluate)
+
+    def _finish(self) -> None:
+        """Sum the gradients over the ranks. Collective."""
+        self._replicas.finish()
+        if self._pipeline:
+            self._pipeline.add_tied(self._module)  # collective over both ends
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         with self._replicas.alone():

@@ -66,6 +66,10 @@ _REBUILD_REFUSAL = (
     "--engine {} fixed the trained parameters when it was built; set requires_grad in the task's model(), or use "
     "--engine fsdp"
 )
+_PIPELINE_REFUSAL = (
+    "--parallel.pipeline {} fixed the trained parameters when the stages were made; set requires_grad in the task's "
+    "model()"
+)
 
 
 # PLR0913: a function for users, who name the arguments that they need.
@@ -182,6 +186,10 @@ def make_engine(
         recording(model, request.say)
     copy_expanded(model)
     builder = _Builder(name, model, optimizer, peers, request)
+    refusal = "" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name)
+    if request.pipeline:
+        # Norm and checkpoint know the parameters that were trained when the stages were made.
+        refusal = _PIPELINE_REFUSAL.format(request.pipeline.stages.size)
     return Remade(
         model,
         world,
@@ -189,7 +197,7 @@ def make_engine(
         builder.make_optimizer,
         request.changes,
         fixed_optimizer=isinstance(optimizer, Optimizer),
-        refusal="" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name),
+        refusal=refusal,
         reads_groups=request.own_steps is not None,
     )
 

@@ -21,6 +21,7 @@ from lockstep.distributed.balance import ShareSchedule
 from lockstep.engines.gradient_norms import NO_NORMS, GradientNorms
 from lockstep.errors import name_settings
 from lockstep.hooks import Hooks, OwnSteps
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.run_state import TrainedSet
 
 __all__ = [
@@ -101,6 +102,7 @@ class EngineRequest:
         changes: settings for changes to the trained parameters.
         single_pass_flag: the flag that rules out an optimizer that repeats a step's pass; "": none does.
         wrapper: the wrapper that a former engine put around the model, reused because the caller may hold it.
+        pipeline: of which the model is one stage; None: it is the whole model.
     """
 
     clip: float = 0.0
@@ -120,3 +122,4 @@ class EngineRequest:
     changes: Changes = field(default_factory=Changes)
     single_pass_flag: str = ""
     wrapper: nn.Module | None = None
+    pipeline: Pipeline | None = None

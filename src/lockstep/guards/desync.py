@@ -271,7 +271,8 @@ def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Ho
     mesh: Any = getattr(tensor, "device_mesh", None)
     placements: Any = tuple(getattr(tensor, "placements", ()))
     if (mesh, placements) not in cache:
-        ranks = list(range(world.size))
+        # Other stages of a pipeline hold other tensors.
+        ranks = list(world.stage_ranks)
         if mesh is not None:
             at = mesh.get_coordinate()
             ranks = [] if at is None else _copies(replicas_of(mesh), placements, at)

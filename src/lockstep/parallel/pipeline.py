@@ -1,8 +1,9 @@
 """Run the micro-batches of a step through the stages of a pipeline, one forward and one backward in turns.
 
-    pipeline = Pipeline(stage, world.replica)
+    pipeline = Pipeline(stage, world.part("pp"))
     losses = pipeline.passes(count, loss, backward)     # [] except on the last stage
     pipeline.add_tied(model)                            # after the exchange with other replicas, before the norm
+    loss = pipeline.loss(lambda: task.loss(model, batch))   # of one micro-batch, on every stage
 
 The order is that of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", arXiv 2104.04473, section 2.2.1 ("1F1B"): a stage holds the activations of at most as many micro-batches
@@ -12,20 +13,25 @@ of one process.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# Private: torch has no public way to leave dispatch modes for a while.
+from torch.utils._python_dispatch import _disable_current_modes
+
 from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.parallel.stages import PipelineStage, StageInput, generator_states
+from lockstep.records import describe_value, float_of, is_number
 from lockstep.tensors import as_bytes, from_bytes
 
-__all__ = ["Pipeline"]
+__all__ = ["Loss", "Pipeline"]
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -33,6 +39,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DIMENSIONS = 8
 # Of a header: dtype, number of dimensions, and the dimensions.
 _NUMBERS = 2 + _DIMENSIONS
+# In place of a dtype: an earlier stage has failed, and nothing follows.
+_FAILED = -1
+# A loss, 0-dim, and the numbers that the task returned with it.
+Loss = tuple[Tensor, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
@@ -64,21 +74,177 @@ class _FromGradient(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
+class _ReceivedInput(torch.autograd.Function):
+    """A stage's input whose gradient the backward sends to the previous stage."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, pipeline: "Pipeline") -> Tensor:
+        ctx.pipeline = pipeline
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Blocks until the previous stage has it, which waits for it.
+        ctx.pipeline._transfer(gradient=gradient.contiguous())
+        return None, None, None
+
+
+class _LossElsewhere(torch.autograd.Function):
+    """The last stage's loss on another one, whose backward begins with the gradient of the next stage."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor, value: Tensor, pipeline: "Pipeline") -> Tensor:
+        ctx.pipeline = pipeline
+        ctx.save_for_backward(output)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> Any:
+        (output,) = ctx.saved_tensors
+        # Blocks for the gradient, without which there is no backward. The last stage has applied weights and scales.
+        gradient = ctx.pipeline._transfer(backward_of=_InFlight(0, None, output))[1]
+        return None, gradient if ctx.needs_input_grad[1] else None, None, None
+
+
+class _EarlierStageFailed(Exception):
+    """A header that says that no hidden states follow."""
+
+
 class Pipeline:
     """The stages of one replica, seen from one of them.
 
     Args:
         stage: of this rank.
-        replica: its ranks are the stages, in order.
+        stages: its ranks are the stages, in order.
+
+    Attributes:
+        is_scheduled: `passes` runs, and expects the task's own loss, which ends with the stage.
     """
 
-    def __init__(self, stage: PipelineStage, replica: World) -> None:
+    def __init__(self, stage: PipelineStage, stages: World) -> None:
+        self.stage = stage
+        self.stages = stages
+        self.is_scheduled = False
+        self._shares = True
         self._stage = stage
         self._index = stage.index
-        self._group = replica.group
-        self._control = replica.control
-        self._device = replica.device
-        self._header_bytes = 8 * _NUMBERS + generator_states(replica.device).numel()
+        self._group = stages.group
+        self._control = stages.control
+        self._device = stages.device
+        self._header_bytes = 8 * _NUMBERS + generator_states(stages.device).numel()
+        # Has the graphs begin on every stage, also where nothing is trained.
+        self._anchor = torch.zeros((), device=stages.device, requires_grad=True)
+
+    def loss(self, compute: Callable[[], Loss]) -> Loss:
+        """Return the task's loss of a micro-batch, one stage after the other. Collective over the stages.
+
+        Its backward, on every stage, exchanges gradients with the neighbours. For trials and evaluations; a step's
+        passes overlap, see `passes`.
+
+        Args:
+            compute: calls the task's loss with this stage's model; returns the loss, 0-dim, and the task's numbers.
+
+        Raises:
+            PeerError: another stage failed.
+        """
+        output, values = self._compute(compute, _values_of)  # collective
+        if self._index.is_last:
+            own: Loss = output
+            return own
+        if values is None:
+            return torch.zeros((), device=self._device), {}
+        value, dtype, numbers = values
+        loss = torch.tensor(value, dtype=getattr(torch, dtype), device=self._device)
+        if torch.is_grad_enabled():
+            loss = _LossElsewhere.apply(self._anchor, output, loss, self)  # type: ignore[no-untyped-call]
+        return loss, numbers
+
+    def metrics(self, compute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return what a task computes from the model's output, as `loss` does. Collective over the stages.
+
+        Args:
+            compute: calls the task's method with this stage's model; returns name -> a number or (sum, count).
+
+        Returns:
+            Before the last stage, numbers; {} if the stages do not share values.
+        """
+        with torch.no_grad():
+            metrics, values = self._compute(compute, _numbers_of)  # collective
+        if self._index.is_last:
+            own: Mapping[str, Any] = metrics
+            return own
+        return {} if values is None else values
+
+    @contextmanager
+    def without_sharing(self) -> Iterator[None]:
+        """Leave losses and metrics on the last stage, so that no stage waits for it. Others get 0 and {}."""
+        self._shares = False
+        try:
+            yield
+        finally:
+            self._shares = True
+
+    def _compute(self, compute: Callable[[], Any], encode: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """Run one micro-batch through the stages. Collective over them.
+
+        Args:
+            compute: of this stage's model.
+            encode: what the last stage's `compute` returned -> JSON values.
+
+        Returns:
+            This stage's output, and the last stage's values; None if they are not shared.
+
+        Raises:
+            PeerError: another stage failed.
+        """
+        output: Any = None
+        values: Any = None
+        error: Exception | None = None
+        try:
+            output = self._run_stage(compute)
+            if self._shares and self._index.is_last:
+                values = encode(output)
+        except _EarlierStageFailed as failure:
+            self._send_failure()
+            if not self._shares:
+                raise LockstepError("an earlier stage of the pipeline failed; its own error says why") from failure
+        except Exception as failure:
+            self._send_failure()
+            if not self._shares:
+                raise
+            error = failure
+        if not self._shares:
+            return output, None
+        with _disable_current_modes():
+            # Every stage returns the same numbers, and learns of an error. On the host.
+            rows = self.stages.gather_checked(values, error)  # collective
+        return output, rows[-1]
+
+    def _run_stage(self, compute: Callable[[], Any]) -> Any:
+        """Receive, compute this stage, send; return its output."""
+        # A trial watches the loss by a mode, for which these transfers are not the task's.
+        with _disable_current_modes():
+            # Blocks until the previous stage has computed the micro-batch.
+            arrival = self._transfer(receives_next=True)[0]
+        if arrival is not None and torch.is_grad_enabled():
+            hidden = _ReceivedInput.apply(  # type: ignore[no-untyped-call]
+                self._anchor, arrival.hidden.detach(), self
+            )
+            arrival = arrival._replace(hidden=hidden)
+        output, generators = self._stage.forward(compute, arrival)
+        with _disable_current_modes():
+            # Blocks until the next stage is ready for it.
+            self._transfer(output=output, generators=generators)
+        return output
+
+    def _send_failure(self) -> None:
+        """Tell the next stage that nothing follows."""
+        if not self._index.is_last:
+            header = torch.zeros(self._header_bytes, dtype=torch.uint8, device="cpu")
+            header[:8] = as_bytes(torch.tensor([_FAILED], device="cpu"))
+            # Blocks until the next stage has read it, which does nothing else before.
+            with _disable_current_modes():
+                collectives.wait(collectives.isend(header, self._index.index + 1, group=self._control))
 
     def passes(
         self, count: int, loss: Callable[[int], Tensor], backward: Callable[[int, Tensor], None]
@@ -94,6 +260,15 @@ class Pipeline:
         Returns:
             The losses, detached, on the last stage; [] on the others.
         """
+        self.is_scheduled = True
+        try:
+            return self._one_forward_one_backward(count, loss, backward)
+        finally:
+            self.is_scheduled = False
+
+    def _one_forward_one_backward(
+        self, count: int, loss: Callable[[int], Tensor], backward: Callable[[int, Tensor], None]
+    ) -> list[Tensor]:
         warmup = min(count, self._index.stages - 1 - self._index.index)
         flights: deque[_InFlight] = deque()
         losses: list[Tensor] = []
@@ -123,22 +298,9 @@ class Pipeline:
             self._transfer(gradient=left)
         return losses
 
-    def forwards(self, count: int, loss: Callable[[int], Tensor]) -> list[Tensor]:
-        """Run forwards alone, as for an evaluation; return the losses on the last stage. Collective over the stages."""
-        losses: list[Tensor] = []
-        for number in range(count):
-            # Blocks until the previous stage has computed the micro-batch.
-            arrival = self._transfer(receives_next=True)[0]
-            flight, generators = self._forward(number, loss, arrival)
-            # Blocks until the next stage is ready for it.
-            self._transfer(output=flight.output, generators=generators)
-            if self._index.is_last:
-                losses.append(flight.output.detach())
-        return losses
-
     def _forward(
         self, number: int, loss: Callable[[int], Tensor], arrival: StageInput | None
-    ) -> tuple[_InFlight, Tensor]:
+    ) -> tuple[_InFlight, Tensor | None]:
         """Run a micro-batch's forward; return it with the generators' states."""
         output, generators = self._stage.forward(lambda: loss(number), arrival)
         hidden = None if arrival is None else arrival.hidden
@@ -217,6 +379,8 @@ class Pipeline:
         # Blocks until the previous stage has issued its forward; without the header the shape is not known.
         collectives.recv(header, self._index.index - 1, group=self._control)
         code, dimensions, *sizes = from_bytes(header[: 8 * _NUMBERS], torch.int64, [_NUMBERS]).tolist()
+        if code == _FAILED:
+            raise _EarlierStageFailed
         hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[code], device=self._device)
         return StageInput(hidden, header[8 * _NUMBERS :])
 
@@ -242,6 +406,30 @@ class Pipeline:
                 parameter.grad = total
             else:
                 parameter.grad.copy_(total)
+
+
+def _values_of(output: Loss) -> tuple[float, str, Mapping[str, Any]]:
+    """Return a loss, its dtype and its numbers as JSON values. Waits for the device."""
+    loss, numbers = output
+    return float_of(loss.detach()), str(loss.dtype).removeprefix("torch."), _numbers_of(numbers)
+
+
+def _numbers_of(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers and (sum, count) as JSON values. Waits for the device.
+
+    Raises:
+        ConfigError: one of them is neither.
+    """
+    values: dict[str, Any] = {}
+    for name, value in numbers.items():
+        parts = list(value) if isinstance(value, tuple | list) else [value]
+        if not all(map(is_number, parts)):
+            raise ConfigError(
+                f"--parallel.pipeline: the task's metric '{name}' is {describe_value(value)}, which the last stage "
+                "cannot send to the others; return (sum, count)"
+            )
+        values[name] = [float_of(part) for part in parts] if len(parts) > 1 else float_of(parts[0])
+    return values
 
 
 def _write_header(hidden: Tensor, generators: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Cut a model into the stages of a pipeline, without a change of its code or of the task's loss.
 
     stage = cut_stage(model, blocks, loss, batch, StageIndex(rank, size))  # model keeps this stage's parameters
-    output, note = stage.forward(lambda: loss(model, batch), arrival)
+    output, generators = stage.forward(lambda: loss(model, batch), arrival)
 
 Every stage runs the whole of `loss`. Its own blocks compute; the block before them returns the hidden states that the
 previous stage sent, and the one after them carries its input out of the loss by an exception. What runs before the
@@ -119,6 +119,7 @@ class PipelineStage:
         holders: parameter of the whole model, in its order -> the stages that hold it: one, or both ends.
         trained: those that were trained when the model was cut.
         norm_dtype: of the norm of the trained ones.
+        elsewhere: names in the whole model's `state_dict()` that this stage does not have.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class PipelineStage:
     ) -> None:
         self.index = index
         self.holders = holders
+        self.elsewhere: set[str] = set()
         self.trained: list[str] = []
         self.norm_dtype = torch.float32
         for name, parameter in parameters.items():
@@ -140,7 +142,7 @@ class PipelineStage:
         """The trained parameters that the first and the last stage hold, in the model's order."""
         return [name for name in self.trained if len(self.holders[name]) > 1]
 
-    def forward(self, loss: Callable[[], Tensor], arrival: StageInput | None) -> tuple[Tensor, Tensor]:
+    def forward(self, loss: Callable[[], Any], arrival: StageInput | None) -> tuple[Any, Tensor | None]:
         """Run the task's loss of a micro-batch as far as this stage goes.
 
         Args:
@@ -148,7 +150,8 @@ class PipelineStage:
             arrival: from the previous stage; None on the first.
 
         Returns:
-            The loss on the last stage, else the output of the stage's last block; and the generators' states then.
+            Before the last stage, the output of its last block, and the generators' states then. On the last stage,
+            what `loss` returned, and None.
 
         Raises:
             ConfigError: the loss did not call this stage's blocks.
@@ -166,7 +169,7 @@ class PipelineStage:
                 f"{_flag(self.index.stages)}: the task's loss returned without a call of every block; call the model "
                 "in the loss of every micro-batch"
             )
-        return output, generator_states(output.device)
+        return output, None
 
 
 def generator_states(device: torch.device) -> Tensor:
@@ -204,9 +207,10 @@ def check_pipeline(stages: int, micro_batches: int, task: Task, *, hooks: bool =
             f"{_flag(stages)}: a replica has {micro_batches} micro-batches a step, fewer than stages; use a degree of "
             f"at most {micro_batches}, or a smaller --micro-batch-size"
         )
+    methods = [(f"the task's `{name}`", has_own(task, name)) for name in ("penalty", "evaluate", "state_dict")]
     for name, is_used in (
+        *methods,
         ("the task's `own_steps`", task.own_steps is not None),
-        ("the task's `penalty`", has_own(task, "penalty")),
         ("the task's `step_loss`", has_step_loss(task)),
         ("an optimizer that evaluates the loss several times", closures),
         ("a hook that sees each micro-batch", hooks),
@@ -243,6 +247,7 @@ def cut_stage(
         )
     use = trace_blocks(model, blocks, loss, batch, flag)
     parameters = dict(model.named_parameters())
+    names = set(model.state_dict())
     stage = PipelineStage(index, parameters, _place(parameters, use, index))
     own = index.own(len(blocks))
     for number, block in enumerate(blocks):
@@ -253,6 +258,7 @@ def cut_stage(
         if index.index not in stages:
             dropped.add(parameters[name])
     _drop(model, dropped)
+    stage.elsewhere = names - set(model.state_dict())
     return stage
 
 

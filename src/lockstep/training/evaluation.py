@@ -33,6 +33,7 @@ from lockstep.engines.fsdp.forwards import equal_forwards
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
+from lockstep.parallel.staged_task import without_sharing
 from lockstep.passes import split_loss
 from lockstep.records import (
     EvaluationRecord,
@@ -289,7 +290,7 @@ def evaluate(
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
-        with torch.set_grad_enabled(needs_graph(task)), eager():
+        with torch.set_grad_enabled(needs_graph(task)), eager(), without_sharing(task):
             reseed = seeder(seed, "evaluation", world.device)
             if has_step_loss(task):
                 whole_step = WholeStepLosses(task, batches, world, reseed)
@@ -301,23 +302,26 @@ def evaluate(
             module.training = mode
         at_rest(engine.model)
     # The ranks evaluate different micro-batches; all of them compute the record from all rows.
-    parts = world.gather_counted([results.rows, results.states, whole_step.numbers() if whole_step else {}])
+    numbers = whole_step.numbers() if whole_step else {}
+    parts = world.gather_counted([results.rows, results.states, numbers, results.names, results.pairs])
+    # Before the last stage of a pipeline a rank has none of its own.
+    names, pairs = parts[0][3:]
     gathered = []
-    for rows, _, _ in parts:
-        gathered.extend(rows)
+    for part in parts:
+        gathered.extend(part[0])
     loss = math.fsum(row[0] for row in gathered)
     items = number(math.fsum(row[1] for row in gathered))
     ratios = {}
-    for k, name in enumerate(results.pairs):
+    for k, name in enumerate(pairs):
         ratios[name] = _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered])
     # In the order of the samples, so that metrics are the same on any number of ranks.
-    in_order = sorted((entry for _, states, _ in parts for entry in states), key=lambda entry: entry[0])
+    in_order = sorted((entry for part in parts for entry in part[1]), key=lambda entry: entry[0])
     computed = {}
     for name, metric in results.metrics:
         computed[name] = merge_states(name, metric, [states[name] for _, states in in_order])
     # The names keep the order in which the task returned them.
-    chosen = (computed[name] if name in computed else {name: ratios[name]} for name in results.names)
-    metrics = _average_numbers([numbers for _, _, numbers in parts])
+    chosen = (computed[name] if name in computed else {name: ratios[name]} for name in names)
+    metrics = _average_numbers([part[2] for part in parts])
     metrics |= {name: value for values in chosen for name, value in values.items()}
     divisor = whole_step.samples if whole_step else items
     return EvaluationRecord(step, loss / divisor if divisor else math.nan, items, metrics)

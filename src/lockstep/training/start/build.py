@@ -35,6 +35,7 @@ from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
+from lockstep.parallel.staged_task import stage_task
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Task, as_task, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import build_evaluation_batches
@@ -50,7 +51,7 @@ from lockstep.training.start.defaults import (
 )
 from lockstep.training.start.lora_base import base_tensor_names
 from lockstep.training.start.named_task import make_task
-from lockstep.training.start.replicas import form_replicas
+from lockstep.training.start.replicas import cut_pipeline, form_replicas
 from lockstep.training.start.resolve import Facts, Resolution, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.start.resume import (
     accept_contents,
@@ -150,7 +151,7 @@ def build_together(
     that may have collectives of its own: the user's, or an engine's.
     """
     opening = _open_folder(config, world, request)  # collective
-    if opening.requested.parallel.tensor > 1:
+    if opening.requested.parallel.replica > 1:
         # Ranks with other degrees would form other groups.
         world.agree()
         form_replicas(opening.requested, world)  # collective
@@ -170,7 +171,10 @@ def build_together(
     world.agree()
     groups = OptimizerGroups(gradients=GradientNorms(opening.requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
-    engine = build_engine(settings, task, model, world, groups, batches, notify(world), state)
+    pipeline = cut_pipeline(settings, task, model, world, batches)
+    if pipeline:
+        task = stage_task(task, pipeline)
+    engine = build_engine(settings, task, model, world, groups, batches, notify(world), state, pipeline)
     built = RunParts(
         setup=_make_setup(draft, plan, notes),
         config=settings,
@@ -185,6 +189,7 @@ def build_together(
         evaluation=evaluation,
         balancer=balancer,
         state=state,
+        pipeline=pipeline,
     )
     # Most runs that do not fit end in the first forward.
     with explain_out_of_memory(engine, world), cut_trial(settings, world, is_open=built.run_plan.cut == BY_RANKS):

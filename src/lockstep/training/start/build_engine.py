@@ -36,6 +36,7 @@ from lockstep.models.gpt import GPT
 from lockstep.models.quantized import bits_of, keep_unchanged, quantized_layers
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.task import Task, current_step, has_own, has_step_loss
 from lockstep.tensors import is_dtensor, is_expanded
@@ -388,7 +389,8 @@ def check_own_steps(config: Config) -> None:
             raise ConfigError(f"{flag} does not work with a task that steps its optimizers itself: {advice}")
 
 
-def build_engine(
+# Each argument is a part of the run that the engine depends on.
+def build_engine(  # noqa: PLR0913
     config: Config,
     task: Task,
     model: nn.Module,
@@ -397,6 +399,7 @@ def build_engine(
     batches: Batches,
     say: Callable[[str], None],
     state: RunState,
+    pipeline: Pipeline | None = None,
 ) -> Engine:
     """Make the engine around the model.
 
@@ -404,6 +407,7 @@ def build_engine(
         groups: an optimizer in it is reused with its states.
         say: called with a line for the user.
         state: the run's; updated when the set of trained parameters changes.
+        pipeline: of which the model is one stage; None: it is the whole model.
 
     Raises:
         ConfigError: the engine, task and configuration do not fit together.
@@ -451,5 +455,6 @@ def build_engine(
             by_sample=task.sample_state,
         ),
         changes=Changes(remake, fixed_names, state.trained, state.global_step, store_trained),
+        pipeline=pipeline,
     )
     return make_engine(config.engine, model, make, world, request)

@@ -71,7 +71,7 @@ def _load_resumed(built: RunParts, source: Path) -> None:
     # --resume-anyway has added the average, which starts at the weights.
     if not built.state.plan.get("optim.ema"):
         state = without_average(state)
-    checkpoint.load(source, state, built.world, verified=True)  # collective
+    checkpoint.load(source, state, built.world, verified=True, leave=built.is_elsewhere)  # collective
     built.load_state_dict(state)
     _LOG.info("resumed from %s, step %d of %d", source, built.start, built.run_plan.step_plan.steps)
 

@@ -33,6 +33,7 @@ from lockstep.engines.base import Engine
 from lockstep.engines.modes import evaluation_weights, has_modes, switch
 from lockstep.errors import UsageError, name_settings
 from lockstep.optim.schedule import NONE, cycled_momentum, factor
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.run_state import Position, RunState
 from lockstep.task import Task, has_own
 from lockstep.training.state.optimizer_groups import OptimizerGroups, schedule_factor, schedule_momentum, set_groups
@@ -131,6 +132,7 @@ class RunParts:
         state: everything in a checkpoint except tensors.
         lock_facts: what the ranks exchanged with the lock, until the first steps use it.
         init_source: the checkpoint of --init-from, and whether it was verified; None: not found yet, or not lockstep's.
+        pipeline: of which this rank's model is one stage; None: it is the whole model.
     """
 
     setup: RunSetup
@@ -150,6 +152,16 @@ class RunParts:
     saver: Saver | None = None
     lock_facts: LockFacts | None = None
     init_source: tuple[Path, bool] | None = None
+    pipeline: Pipeline | None = None
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another stage of the pipeline has a tensor of a checkpoint, and this one has not."""
+        group, _, key = name.partition("/")
+        if self.pipeline is None or group == "task" or group.startswith("kept."):
+            return False
+        # A parameter or buffer, or `PARAMETER/KEY` of an optimizer's state.
+        elsewhere = self.pipeline.stage.elsewhere
+        return key in elsewhere or key.rpartition("/")[0] in elsewhere
 
     def keep(self, name: str, user_object: Any) -> None:
         """Store the caller's own object in the checkpoints.

@@ -326,6 +326,7 @@ def _make_control(
         gradients=built.groups.gradients,
         rate=lambda: built.rate,
         after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
+        pipeline=built.pipeline,
     )
 
 

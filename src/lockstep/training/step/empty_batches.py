@@ -41,7 +41,8 @@ class EmptyBatchCheck:
         self._built = built
         self._seed = seed
         is_alone = ENGINES[name_of(built.config.engine, built.world)].shares
-        self._is_local = is_alone and built.task.own_steps is None
+        # A stage of a pipeline computes the gradients of its own parameters alone.
+        self._is_local = is_alone and built.task.own_steps is None and built.pipeline is None
 
     def __call__(self, step: int, batch: MicroBatch) -> None:
         """Check the batch that `batch` replaces.

@@ -558,7 +558,8 @@ class RunRecorder:
         with use_average(built.engine, built.switched):
             # A user's task runs uncompiled too.
             with eager():
-                if sample and not code:
+                # A stage of a pipeline is no model that could show something.
+                if sample and not code and not built.pipeline:
                     # Collective: with a sharded model every rank takes part in the forwards.
                     text = on_all_ranks(built.world, self._sample)
                 else:

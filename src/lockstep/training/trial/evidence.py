@@ -304,11 +304,15 @@ class _Weighing:
     def __init__(self, trial: Trial, seed: int) -> None:
         self.trial = trial
         self._seed = seed
-        self.is_sharded = any(map(is_dtensor, trial.model.parameters()))
+        self.is_sharded = trial.world.part("pp").size > 1 or any(map(is_dtensor, trial.model.parameters()))
         self._model = trial.model if self.is_sharded else trial.plain
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         lengths = [_sketch_length(local_of(p)) for p in self._parameters]
         self._owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        stages = trial.world.part("pp")
+        # Parameters of each stage of a pipeline: together they are the model's.
+        self._counts = stages.gather(len(lengths))  # collective
+        self._first_own = sum(self._counts[: stages.rank])
         self.narrow = False
         self._backward: Callable[[Tensor, float], None]
 
@@ -483,9 +487,9 @@ class _Weighing:
             An error for each of `expected`; [] if all gradients are zero.
         """
         rows = [whole, *halves, *(whole - other for other in expected)]
-        squares = torch.zeros(len(rows), len(self._parameters), dtype=torch.float64)
+        squares = torch.zeros(len(rows), sum(self._counts), dtype=torch.float64)
         for row, values in zip(squares, rows, strict=True):
-            row.index_add_(0, self._owners, values.square())
+            row.index_add_(0, self._first_own + self._owners, values.square())
         if self.is_sharded and self.trial.world.size > 1:
             # Each rank has the squares of its shards; the norms need those of all ranks.
             collectives.all_reduce(squares, group=self.trial.world.control)

@@ -33,7 +33,7 @@ from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
-from lockstep.training.trial.isolation import leaves
+from lockstep.training.trial.isolation import leaves, training_modes
 from lockstep.training.trial.loss_check import (
     PLACES,
     HalvedSamples,
@@ -528,6 +528,7 @@ def check_task(
             world.agree()
             check_loss(trial, training, samples.training.places, recorded)  # collective
         _check_replicas(trial, first_batch)  # collective
+        _check_buffers(trial, first_batch)  # collective
         state.unsaved = check_marks(trial, training, first_batch) or None  # collective
         samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first_batch))  # collective
@@ -553,7 +554,7 @@ def _check_replicas(trial: Trial, first: MicroBatch) -> None:
     """
     world = trial.world
     size = world.replica.size
-    if size == 1:
+    if world.part("tp").size == 1:
         return
     loss = loss_of(trial.task)
 
@@ -573,6 +574,39 @@ def _check_replicas(trial: Trial, first: MicroBatch) -> None:
                 f"--parallel.tensor {size}: ranks {start} to {start + size - 1} hold one model, and its loss is "
                 f"{min(own):.6g} on one and {max(own):.6g} on another: a layer planned as 'columns' gives its part to "
                 "code that needs all of it; plan the layer after it as 'rows', or leave both out of the plan"
+            )
+
+
+def _check_buffers(trial: Trial, first: MicroBatch) -> None:
+    """Refuse a loss that writes buffers, of which each stage of a pipeline would have its own. Collective.
+
+    Raises:
+        ConfigError: on every rank, naming the first one.
+    """
+    stages = trial.world.part("pp").size
+    if stages == 1:
+        return
+    loss = loss_of(trial.task)
+
+    def find_changed() -> list[str]:
+        # Waits for the device, once before step 1.
+        before = {name: buffer.clone() for name, buffer in trial.plain.named_buffers()}
+        with trial.preserve(), training_modes(trial.model, trial.training_modes):
+            trial.seed()
+            changed = []
+            # Its end restores the buffers.
+            with trial.with_graph():
+                call_method("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
+                for name, buffer in trial.plain.named_buffers():
+                    if not torch.equal(buffer, before[name]):
+                        changed.append(name)
+        return changed
+
+    for names in trial.world.gather(on_all_ranks(trial.world, find_changed)):  # collective
+        if names:
+            raise ConfigError(
+                f"--parallel.pipeline {stages}: the forward writes the model's buffer '{names[0]}', which each stage "
+                "would write with values of its own; write it in the hook `after_update`, or leave the flag out"
             )
 
 

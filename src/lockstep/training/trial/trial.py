@@ -101,8 +101,8 @@ class Trial:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank has parts of the parameters only, so that its forwards are collective."""
-        return is_split(self.model)
+        """Whether a rank has a part of the parameters, so that its forwards are collective."""
+        return is_split(self.model) or self.world.part("pp").size > 1
 
     def alone(self) -> "Trial":
         """Return the same trial for this rank without the others."""

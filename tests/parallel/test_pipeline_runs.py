@@ -1,0 +1,147 @@
+"""Runs with --parallel.pipeline against the same run on one process: weights, records, bits, resumes, refusals."""
+
+import pytest
+import small_runs
+import torch
+from divided_runs import TinyGPT, assert_close, train, weights
+from ranks import run
+from refusals import refuses
+from torch import nn
+from toys import Ragged
+
+from lockstep.config.parallel_options import Parallel
+from lockstep.errors import ConfigError, DataError
+
+STAGES = Parallel(pipeline=2)
+EXACT = {"exact": True}
+CHANGES = {"optim": {"clip": 0.5, "ema": 0.9}}
+
+
+class Residual(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Chain(Ragged):
+    """An own model with a head of its own, dropout, and numbers that the last stage alone can compute."""
+
+    def model(self):
+        blocks = [Residual(16, self.dropout) for _ in range(3)]
+        return nn.Sequential(nn.Embedding(29, 16), *blocks, nn.Linear(16, 29)).to(self.dtype)
+
+    def blocks(self, model):
+        return list(model)[1:4]
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss, {"twice": 2 * loss.detach(), "samples": (len(batch["input"]), 1)}
+
+
+def trained(world, folder, task, parallel, changes=None):
+    return train(world, folder, task, 1, parallel=parallel, **CHANGES | (changes or {}))
+
+
+@pytest.mark.parametrize("task", [TinyGPT(dropout=0.1), Chain(dropout=0.1)], ids=["tied", "own"])
+def test_a_run_in_stages_trains_as_one_process(task, tmp_path):
+    """An untied model to the bit; a tied table adds its gradients in another order."""
+    records, body = trained(None, tmp_path / "one", task, Parallel(), EXACT)
+    for ranks in (2, 4):
+        folder = tmp_path / f"{ranks}"
+        found = run(trained, ranks, folder, task, STAGES, EXACT)
+        for rank in range(ranks):
+            assert [items for _, items in found[rank][1]] == [items for _, items in body]
+            assert [loss for loss, _ in found[rank][1]] == pytest.approx([loss for loss, _ in body], rel=1e-12)
+        for record, wanted in zip(found[0][0], records, strict=True):
+            assert record == pytest.approx(wanted, rel=1e-9)
+        if isinstance(task, Chain):
+            assert small_runs.mark(folder) == small_runs.mark(tmp_path / "one")
+        else:
+            assert_close(weights(tmp_path / "one"), weights(folder))
+    assert small_runs.mark(tmp_path / "2") == small_runs.mark(tmp_path / "4")
+
+
+def test_gradients_are_added_over_replicas_without_exact_too(tmp_path):
+    task = TinyGPT(dropout=0.1)
+    trained(None, tmp_path / "one", task, Parallel())
+    run(trained, 4, tmp_path / "four", task, STAGES)
+    assert_close(weights(tmp_path / "one"), weights(tmp_path / "four"))
+
+
+def test_a_checkpoint_of_stages_resumes_in_any_other_way(tmp_path):
+    task = TinyGPT(dropout=0.1)
+    trained(None, tmp_path / "one", task, Parallel())
+    moved = tmp_path / "moved"
+    for ranks, parallel, stop in ((2, STAGES, 1), (2, Parallel(tensor=2), 2), (4, STAGES, 3)):
+        run(trained, ranks, moved, task, parallel, {"stop_at": stop})
+    trained(None, moved, task, Parallel())
+    assert_close(weights(tmp_path / "one"), weights(moved))
+
+
+class Evaluating(TinyGPT):
+    def evaluate(self, model, batch):
+        return self.loss(model, batch), {}
+
+
+class Counter(nn.Module):
+    """Its forward counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+class With(Chain):
+    """A layer in front of the head."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def model(self):
+        network = super().model()
+        network[4] = nn.Sequential(self.layer.to(self.dtype), network[4])
+        return network
+
+
+class Broken(Chain):
+    """A part of the loss after the blocks fails."""
+
+    def loss(self, model, batch):
+        super().loss(model, batch)
+        raise ValueError("after the model")
+
+
+def refused(world, folder):
+    for task, changes, words in (
+        (Evaluating(), {}, ("--parallel.pipeline 2", "evaluate")),
+        (With(Counter()), {}, ("--parallel.pipeline 2", "4.0.calls")),
+        (With(nn.BatchNorm1d(4)), {}, ("--parallel.pipeline 2", "4.0", "BatchNorm")),
+        (TinyGPT(), {"batch_size": 4, "micro_batch_size": 4}, ("--parallel.pipeline 2", "1 micro-batches")),
+        (TinyGPT(), {"parallel": Parallel(pipeline=3)}, ("--parallel.pipeline 3", "2 ranks", "multiple of 3")),
+    ):
+        with refuses(ConfigError, *words):
+            train(world, folder, task, 1, **{"parallel": STAGES, **changes})
+    with refuses(DataError, "loss", "after the model"):
+        trained(world, folder, Broken(), STAGES)
+    return (folder / "r").exists()
+
+
+def test_what_cannot_be_cut_is_refused_first(tmp_path):
+    assert run(refused, 2, tmp_path) == [False, False]
+    for changes, flag in (
+        ({"engine": "fsdp"}, "engine fsdp"),
+        ({"parallel": {"pipeline": 2, "tensor": 2}}, "parallel.tensor 2"),
+        ({"log_gradients": "blocks"}, "log_gradients blocks"),
+        ({"batchnorm": "sync"}, "batchnorm sync"),
+        ({"lora": {"rank": 2}}, "lora.rank"),
+    ):
+        with refuses(ConfigError, flag, "parallel.pipeline 2"):
+            small_runs.config(tmp_path, **{"parallel": {"pipeline": 2}, **changes})
