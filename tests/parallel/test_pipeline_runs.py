@@ -139,7 +139,7 @@ def test_what_cannot_be_cut_is_refused_first(tmp_path):
     for changes, flag in (
         ({"engine": "fsdp"}, "engine fsdp"),
         ({"parallel": {"pipeline": 2, "tensor": 2}}, "parallel.tensor 2"),
-        ({"log_gradients": "blocks"}, "log_gradients blocks"),
+        ({"log_gradients": "layers"}, "log_gradients layers"),
         ({"batchnorm": "sync"}, "batchnorm sync"),
         ({"lora": {"rank": 2}}, "lora.rank"),
     ):

@@ -43,6 +43,7 @@ class EngineEntry(NamedTuple):
         survives_loss: its states can be on several ranks, or on several groups of ranks (`BareEngine.replica_size`), so
             that the others can go on if one is lost.
         replicas: several ranks may hold one model between them (`World.replica`).
+        stages: the model may be a stage of a pipeline.
         own_steps: a task may step its optimizers itself.
         block_norms: it can measure the norm of each gradient.
         penalty: a term of the parameters alone can be added once a step.
@@ -64,6 +65,7 @@ class EngineEntry(NamedTuple):
     shares: bool = False
     survives_loss: bool = False
     replicas: bool = False
+    stages: bool = False
     own_steps: bool = False
     block_norms: bool = False
     penalty: bool = True
@@ -93,6 +95,7 @@ ENGINES = {
         shares=True,
         survives_loss=True,
         replicas=True,
+        stages=True,
         own_steps=True,
         block_norms=True,
         quantized=_BITS,

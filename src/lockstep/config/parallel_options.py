@@ -50,7 +50,7 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # The same, for a pipeline alone.
 _WITH_PIPELINE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "engine": (("auto", "ddp"), "use auto"),
+    "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.stages)), "use auto"),
     "parallel.tensor": ((1,), "use 1"),
     "batchnorm": (("auto",), "use auto"),
     "log_gradients": (("off",), "use off"),

@@ -33,7 +33,6 @@ from lockstep.engines.fsdp.forwards import equal_forwards
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
-from lockstep.parallel.staged_task import without_sharing
 from lockstep.passes import split_loss
 from lockstep.records import (
     EvaluationRecord,
@@ -47,6 +46,7 @@ from lockstep.records import (
 from lockstep.task import Task, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
 from lockstep.tensors import host_bytes
+from lockstep.training.staged_task import without_sharing
 from lockstep.training.state.plan import samples_in_evaluation
 from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, make_whole_step

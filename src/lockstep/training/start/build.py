@@ -35,10 +35,10 @@ from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
-from lockstep.parallel.staged_task import stage_task
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Task, as_task, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import build_evaluation_batches
+from lockstep.training.staged_task import stage_task
 from lockstep.training.start.build_engine import build_engine, build_model
 from lockstep.training.start.consistency import FirstFacts, exchange_first_facts
 from lockstep.training.start.cutting import check_cuttable, cut_trial, is_additive
