@@ -71,5 +71,19 @@ def _share_mesh(world: World, parts: dict[str, World], ranks: torch.Tensor) -> N
         groups.append(part.group)
     # One mesh, since FSDP joins the dimensions, and a save finds a tensor's other holders by the whole mesh.
     mesh = DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=tuple(parts))
+    mesh = _keep_mesh(world, mesh)
     for name, part in parts.items():
-        part.mesh = mesh[name]
+        part.mesh = _keep_mesh(world, mesh[name])
+
+
+def _keep_mesh(world: World, mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh as the object that the tensors of this process refer to.
+
+    After a loss that is the mesh of the former ranks, which becomes a copy of the new one. This rank has the same part
+    of each tensor among any number of replicas.
+    """
+    assert mesh.mesh_dim_names is not None
+    kept = world.meshes.setdefault("-".join(mesh.mesh_dim_names), mesh)
+    if kept is not mesh:
+        vars(kept).update(vars(mesh))
+    return kept

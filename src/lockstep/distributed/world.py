@@ -125,6 +125,8 @@ class World:
         quiet: print nothing to the user, since the process is not yet one that reports.
         leads: for each rank the first one that sees the same run folder; (): all see rank 0's.
         loaded: kind -> [epochs, steps] of the `lockstep.loader`s so far; the next of the kind continues there.
+        meshes: by joined names of their dimensions, the meshes of replicas so far, to which a model's tensors refer.
+            They outlive a regroup: `replicas.form_replicas` gives these objects the new ranks and groups.
     """
 
     rank: int = 0
@@ -139,6 +141,7 @@ class World:
     quiet: bool = False
     leads: tuple[int, ...] = ()
     loaded: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
     _scope: str = ""
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
@@ -212,6 +215,7 @@ class World:
         """
         world = World(rank, self.local_rank, size, self.device, self.timeout)
         world._patience = min(_REGROUP_SECONDS * 2.0 ** min(tries, 5), self.timeout)
+        world.meshes = self.meshes
         world._make_groups(f"{_round_prefix()}/generation-{generation}")
         return world
 
@@ -243,6 +247,7 @@ class World:
         part.group = self.new_group(ranks, backend=None)  # collective
         part.control = self.new_group(ranks)  # collective
         part._scope = f"{self._scope}/{purpose}-{ranks[0]}"
+        part._patience = self._patience
         part._global_ranks = tuple(ranks)
         return part
 
@@ -302,6 +307,9 @@ class World:
                 if part.control not in groups:
                     groups += [part.control, part.group]
         self.control = self.replicas = None
+        for mesh in self.meshes.values():
+            # Private to DeviceMesh: its registry keeps references to the groups.
+            mesh._pg_registry.clear()
         return groups
 
     def new_group(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> dist.ProcessGroup:

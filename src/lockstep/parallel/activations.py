@@ -1,6 +1,6 @@
 """Activations under tensor parallelism: whole on every rank, or cut by heads or columns.
 
-    group = TensorGroup(process_group, rank, size, exact=False)
+    group = TensorGroup(mesh, exact=False)          # of one dimension
     hidden = enter(x, group) @ own_columns.T        # x whole, hidden cut
     y = leave(hidden @ own_rows.T, group)           # y whole again
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from lockstep.distributed import collectives
@@ -35,16 +36,28 @@ class TensorGroup:
     """The ranks of a replica that cut its layers among them.
 
     Attributes:
-        group: of these ranks; its backend is that of the activations.
-        rank: this rank's tensor coordinate, 0 <= rank < size.
-        size: the tensor degree.
+        mesh: of these ranks, with one dimension.
         exact: add in the order of the coordinates. An all-reduce may choose another order on another node.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
+    mesh: DeviceMesh
     exact: bool = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; its backend is that of the activations."""
+        # Asked each time (2 us): after a loss the mesh has another one, and the layers stay.
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """This rank's tensor coordinate, 0 <= rank < size."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """The tensor degree."""
+        return self.mesh.size()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorGroup":
         # A copied layer belongs to the same ranks; torch cannot copy their group.

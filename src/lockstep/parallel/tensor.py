@@ -84,7 +84,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, exact: bool = False) 
         ConfigError: a pattern matches nothing, a word is unknown or does not fit its module, or the degree does not
             divide a layer.
     """
-    group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), exact)
+    group = TensorGroup(mesh, exact)
     layers = _find_layers(model, plan, group.size)
     for layer in layers:
         _check(layer, group)

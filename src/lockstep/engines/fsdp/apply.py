@@ -5,6 +5,7 @@ set of ranks to another (see training/recovery/regroup.py). `UsageCheck` refuses
 exchange in which ranks used different parameters.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any, cast
@@ -325,15 +326,29 @@ _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_pro
 def _renew(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give a sharded model the groups of `mesh`, where this rank has the same shard.
 
-    The shards, averages and optimizer states are DTensors on one DeviceMesh object, which becomes a copy of `mesh`: so
+    The shards, averages and optimizer states are DTensors on DeviceMesh objects, which become copies of `mesh`: so
     these tensors stay as they are. This rank's shard has the same place and size in any number of replicas.
     """
-    present = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    vars(present).update(vars(mesh))
+    present: dict[int, DeviceMesh] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            present[id(parameter.device_mesh)] = parameter.device_mesh
+    for former in present.values():
+        vars(former).update(vars(_with_dimensions(mesh, former)))
     for module in model.modules():
         for parameter_group in _parameter_groups(module):
             # FSDP reads groups and sizes from the mesh in this constructor only.
             parameter_group.mesh_info.__post_init__()
+
+
+def _with_dimensions(mesh: DeviceMesh, former: DeviceMesh) -> DeviceMesh:
+    """Return the mesh, with the dimension of the tensor ranks too if `former` has it."""
+    assert former.mesh_dim_names is not None
+    divided = former.mesh_dim_names[mesh.ndim :]
+    if not divided:
+        return mesh
+    # Private, as FSDP joins the dimensions of its shards and of a divided layer.
+    return DeviceMesh._concatenate([mesh, mesh._get_root_mesh()[divided]])
 
 
 def replica_size(options: EngineOptions, world: World) -> int:
@@ -363,10 +378,7 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
             "groups of at least two; set --engine.shard-size, or use --engine.sharding full"
         )
     names = ("replicate", "shard")
-    if world.mesh is not None:
-        # Private: torch has no public way to divide a dimension of a mesh. All ranks of the run form the groups.
-        return world.mesh._unflatten(0, (world.size // size, size), names)  # collective
-    if world.is_first:
+    if world.is_first and world.mesh is None:
         return init_device_mesh(device_type, (world.size // size, size), mesh_dim_names=names)
     # New groups, not the default one: the failure of a further rank then shows soon.
     ranks = torch.arange(world.size).view(-1, size)
@@ -374,8 +386,23 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
     copies = ranks[:, world.rank % size].tolist()
     shard_ranks = ranks[world.rank // size].tolist()
     # All ranks make their two groups in this order.
-    groups = [world.new_group(copies), world.new_group(shard_ranks)]  # collective
+    groups = [world.new_group(copies, None), world.new_group(shard_ranks, None)]  # collective
+    if world.mesh is not None:
+        return _divide_dimension(world.mesh, groups, (world.size // size, size), names)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _divide_dimension(
+    mesh: DeviceMesh, groups: list[dist.ProcessGroup], sizes: tuple[int, int], names: tuple[str, str]
+) -> DeviceMesh:
+    """Return a mesh of one dimension as one of two, with these groups, on the same mesh of all ranks."""
+    # Private: torch has no public way to divide a dimension. A mesh without groups gets none there.
+    bare = copy.copy(mesh)
+    del bare._dim_group_names
+    divided = bare._unflatten(0, sizes, names)
+    divided._dim_group_names = [group.group_name for group in groups]
+    divided._get_root_mesh()._pg_registry.update({group.group_name: group for group in groups})
+    return divided
 
 
 def _precision(options: EngineOptions, is_root: bool) -> MixedPrecisionPolicy:

@@ -33,10 +33,13 @@ from lockstep.errors import PeerError
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
+from lockstep.tensors import is_dtensor
 from lockstep.training.evaluation import build_evaluation_batches
+from lockstep.training.start.build import divide_joiner
 from lockstep.training.start.build_engine import build_engine, build_optimizer
 from lockstep.training.start.load import broadcast_state, load_broadcast
 from lockstep.training.start.open_run import lock_folder, open_sinks
+from lockstep.training.start.replicas import form_replicas
 from lockstep.training.start.shared_folder import find_folders
 from lockstep.training.start.sharing import shares_for
 from lockstep.training.start.training_batches import build_batches
@@ -89,8 +92,8 @@ def explain_no_recovery(built: RunParts) -> str:
     name = name_of(built.config.engine, built.world)
     if obstacle := explain_no_replica(name, built.config.engine_options, built.groups.optimizer):
         return obstacle
-    if built.world.replica.size > 1:
-        return "its rank had a part of the model, which no other rank of its replica has"
+    if built.world.replica.size != built.config.parallel.tensor:
+        return "other ranks cannot take over the positions or layers that its rank had"
     if built.world.device.type == "cuda":
         return "a collective on CUDA devices cannot be aborted yet when a rank fails"
     if built.task.state_dict():
@@ -102,7 +105,8 @@ def explain_no_recovery(built: RunParts) -> str:
 
 def ranks_per_replica(config: Config, world: World) -> int:
     """Return the number of ranks that together have one copy of the states."""
-    return engine_class(name_of(config.engine, world)).replica_size(config.engine_options, world)
+    engine = engine_class(name_of(config.engine, world))
+    return config.parallel.tensor * engine.replica_size(config.engine_options, world.data_parallel)
 
 
 def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
@@ -132,8 +136,9 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
     for parameter in built.model.parameters():
         parameter.grad = None
     state = built.tensors()
-    if member.is_new and ENGINES[name_of(built.config.engine, built.world)].places_model:
-        # The engine will replace the parameters that these tensors belong to.
+    divides = member.is_new and built.config.parallel.tensor > 1
+    if divides or (member.is_new and ENGINES[name_of(built.config.engine, built.world)].places_model):
+        # The parameters that these tensors belong to will be replaced.
         state = {}
         built.groups.optimizer = None
     # The launcher and the other members need to know which state this rank has.
@@ -154,6 +159,7 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
             if not sources:
                 raise Rebuild(_explain_rebuild(generation))
             with translate_errors():
+                _form_replicas(status, built, divides=divides)  # collective
                 _restore(status, built, generation, sources, state)
                 _take_over(status.outputs, built, *before)
             break
@@ -168,6 +174,19 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
     ranks.is_main = built.world.is_main
     if built.world.is_main:
         _log_regroup(generation._replace(lost=lost), ranks.last_error, built.start, time.monotonic() - start)
+
+
+def _form_replicas(status: RunStatus, built: RunParts, *, divides: bool) -> None:
+    """Form the replicas of a new world, whose ranks keep their parts of the model. Collective.
+
+    Args:
+        divides: this process joins with a complete model, and divides it now.
+    """
+    form_replicas(built.config, built.world)  # collective
+    # Where another rank has failed since, this is not its first time here.
+    if divides and not any(map(is_dtensor, built.model.parameters())):
+        divide_joiner(built, built.world)
+        status.hold(built)
 
 
 def _regroup_world(ranks: RunRanks, world: World, member: Member, generation: Generation) -> World:

@@ -20,6 +20,7 @@ from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config.deepspeed import check_settings, read_json
 from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.fields import is_url
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches
@@ -92,6 +93,7 @@ __all__ = [
     "build",
     "build_joiner",
     "build_together",
+    "divide_joiner",
     "remote_run",
 ]
 
@@ -151,7 +153,7 @@ def build_together(
     that may have collectives of its own: the user's, or an engine's.
     """
     opening = _open_folder(config, world, request)  # collective
-    if opening.requested.parallel.replica > 1:
+    if opening.requested.parallel.replica > 1 and not request.joining:
         # Ranks with other degrees would form other groups.
         world.agree()
         form_replicas(opening.requested, world)  # collective
@@ -310,7 +312,7 @@ def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildR
     keeps_double = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
     notes = list[str]()
     options: dict[str, Any] = {"note": notes.append, "fixed_cut": fixed_cut, "keeps_double": keeps_double}
-    of_ranks = _config_of_ranks(draft.config) if request.joining and not fixed_cut else draft.config
+    of_ranks = _config_of_ranks(draft.config, fixed_cut=fixed_cut) if request.joining else draft.config
     model = build_model(of_ranks, task, world, state, say, **options)
     if keeps_double and is_double(model):
         say("the model is in double precision: trained as it is, with --precision float64")
@@ -331,8 +333,12 @@ def _fixes_cut(draft: Config, training: TrainingSet, request: BuildRequest) -> b
     return request.cut != BY_RANKS and (has_fixed_cut(draft) or request.cut == FIXED or not open_data)
 
 
-def _config_of_ranks(draft: Config) -> Config:
+def _config_of_ranks(draft: Config, *, fixed_cut: bool) -> Config:
     """Return the configuration of a process that builds alone, for a run of several ranks."""
+    # `divide_joiner` divides the model, once the process has its replica.
+    draft = dataclasses.replace(draft, parallel=Parallel())
+    if fixed_cut:
+        return draft
     draft = dataclasses.replace(draft, micro_batch_size=0)
     return dataclasses.replace(draft, batchnorm=resolve_batchnorm(draft, world_size=2).kind)
 
@@ -631,3 +637,18 @@ def build_joiner(spec: RunSpec, inputs: BuildInputs, world: World, member: Membe
         built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
     )
     return built
+
+
+def divide_joiner(built: RunParts, world: World) -> None:
+    """Make the model of a process that joins once more, and keep its part. Changes `built`.
+
+    The first one was made complete, since this process had no replica yet. It is made again because preparing a model
+    for training may hide layers that are to be divided.
+
+    Args:
+        world: all ranks of the run, with their replicas.
+    """
+    # The other ranks have their models, so nothing is compared with them.
+    alone = World(0, world.local_rank, 1, world.device, world.timeout, quiet=True)
+    alone.replicas = world.replicas
+    built.model = build_model(built.config, built.task, alone, built.state, lambda line: None)
