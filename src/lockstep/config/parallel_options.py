@@ -1,9 +1,12 @@
 """Options for a model that several ranks hold between them, and what does not go with them yet.
 
 Config(parallel=Parallel(tensor=2))     # --parallel.tensor 2
+config.parallel.size, config.parallel.flags     # 2, "--parallel.tensor 2"
 check_parallel(config)                  # FieldError: names the option and the way out
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +25,22 @@ class Parallel:
     """Divide a model over several ranks (experimental); see docs/parallel.md."""
 
     tensor: int = option(1, "ranks that divide each layer of the model among them")
+    context: int = option(1, "ranks that divide each sequence among them")
     vocabulary: bool = option(True, "with --parallel.tensor: divide the token table and the head too")
 
+    @property
+    def size(self) -> int:
+        """The ranks of a replica, which hold one model between them."""
+        return math.prod(getattr(self, name) for name in _DEGREES)
+
+    @property
+    def flags(self) -> str:
+        """The degrees of 2 or more, as on the command line."""
+        chosen = [name for name in _DEGREES if getattr(self, name) > 1]
+        return " ".join(f"--parallel.{name} {getattr(self, name)}" for name in chosen)
+
+
+_DEGREES = ("tensor", "context")
 
 # Option -> (the values that go with several ranks for one model, the way out).
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -40,6 +57,11 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "engine_options.cpu_offload": ((False,), "leave it out"),
     "engine_options.meta_init": ((False,), "leave it out"),
 }
+# The same, with --parallel.context alone.
+_SUPPORTED_WITH_CONTEXT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "parallel.tensor": ((1,), "use 1"),
+    "data.packing": (("auto", "stream", "blocks", "padded"), "use padded"),
+}
 
 
 def check_parallel(config: Any) -> None:
@@ -51,19 +73,24 @@ def check_parallel(config: Any) -> None:
     Raises:
         FieldError: names the first such option, and the way out.
     """
-    degree = config.parallel.tensor
-    if degree == 1:
-        if not config.parallel.vocabulary:
-            raise FieldError(
-                *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")),
-                " of 2 or more; remove it",
-            )
-        return
-    for name, (values, advice) in _SUPPORTED.items():
+    if config.parallel.tensor == 1 and not config.parallel.vocabulary:
+        raise FieldError(
+            *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")),
+            " of 2 or more; remove it",
+        )
+    for degree, table in (("context", _SUPPORTED | _SUPPORTED_WITH_CONTEXT), ("tensor", _SUPPORTED)):
+        if getattr(config.parallel, degree) > 1:
+            _check(config, degree, table)
+
+
+def _check(config: Any, degree: str, table: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Refuse a value that a table does not have, with this degree of 2 or more."""
+    for name, (values, advice) in table.items():
         section, _, field = name.rpartition(".")
         value = getattr(getattr(config, section) if section else config, field)
         if value not in values:
+            size = getattr(config.parallel, degree)
             raise FieldError(
-                *(FieldName(name), f" {value} does not work with ", FieldName("parallel.tensor"), f" {degree} yet: "),
+                *(FieldName(name), f" {value} does not work with ", FieldName(f"parallel.{degree}"), f" {size} yet: "),
                 advice,
             )

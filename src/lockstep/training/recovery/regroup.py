@@ -90,7 +90,7 @@ def explain_no_recovery(built: RunParts) -> str:
     if obstacle := explain_no_replica(name, built.config.engine_options, built.groups.optimizer):
         return obstacle
     if built.world.replica.size > 1:
-        return "its rank had a part of the model, which no other rank of its replica has"
+        return "its rank had a part of the model or of its sequences, which no other rank of its replica has"
     if built.world.device.type == "cuda":
         return "a collective on CUDA devices cannot be aborted yet when a rank fails"
     if built.task.state_dict():

@@ -1,22 +1,31 @@
-"""Form the replicas of a run, and divide its model over the ranks of this one: --parallel.tensor.
+"""Form the replicas of a run, and divide its model and its sequences over the ranks of this one.
 
 form_replicas(config, world)            # collective; world.replica, world.data_parallel
-divide_model(config, task, model, world)
+divide_model(config, task, model, world)            # --parallel.tensor
+task = divide_sequences(config, task, model, world) # --parallel.context
 """
 
+from typing import Any
+
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.schema import Config
 from lockstep.distributed import replicas
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
+from lockstep.models.hf_context import attend_over_ranks
 from lockstep.models.hf_plan import tensor_plan
+from lockstep.parallel.context import ContextGroup, divide_dropout
+from lockstep.parallel.context_task import divide_task
 from lockstep.parallel.tensor import Plan, cut
-from lockstep.task import Task, has_own, user_task
+from lockstep.task import Task, has_own, has_step_loss, inner_task, user_task
+from lockstep.tasks.language_model import LanguageModel
 
 __all__ = [
     "divide_model",
+    "divide_sequences",
     "form_replicas",
     "plan_of",
 ]
@@ -28,17 +37,16 @@ def form_replicas(config: Config, world: World) -> None:
     Raises:
         ConfigError: the ranks cannot be divided so, or were divided otherwise.
     """
-    degree = config.parallel.tensor
-    if world.replica.size == degree:
+    parallel = config.parallel
+    size = parallel.size
+    if (world.part("tp").size, world.part("cp").size) == (parallel.tensor, parallel.context):
         return
-    if world.size % degree:
+    if world.size % size:
         ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-        raise ConfigError(f"--parallel.tensor {degree}: the run has {ranks}; start it on a multiple of {degree}")
+        raise ConfigError(f"{parallel.flags}: the run has {ranks}; start it on a multiple of {size}")
     if world.replica.size > 1:
-        raise ConfigError(
-            f"--parallel.tensor {degree}: this world has replicas of {world.replica.size} ranks; use that degree"
-        )
-    replicas.form_replicas(world, tensor=degree)  # collective
+        raise ConfigError(f"{parallel.flags}: this world has replicas of {world.replica.size} ranks; use that degree")
+    replicas.form_replicas(world, tensor=parallel.tensor, context=parallel.context)  # collective
 
 
 def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> None:
@@ -47,15 +55,51 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     Raises:
         ConfigError: the task has no plan for it, or something that does not work with a divided model.
     """
-    degree = config.parallel.tensor
-    if degree == 1:
+    parallel = config.parallel
+    if parallel.size == 1:
         return
-    if world.replica.size != degree:
-        raise ConfigError(f"--parallel.tensor {degree}: this command does not divide models yet; leave the flag out")
-    _check_task(task, degree)
-    mesh = world.replica.mesh
-    assert mesh is not None
-    cut(model, mesh, plan_of(config, task, model), exact=config.exact)
+    if world.replica.size != parallel.size:
+        raise ConfigError(f"{parallel.flags}: this command does not divide models yet; leave the flag out")
+    _check_task(task, parallel.flags)
+    if parallel.tensor > 1:
+        mesh = world.part("tp").mesh
+        assert mesh is not None
+        cut(model, mesh, plan_of(config, task, model), exact=config.exact)
+
+
+def divide_sequences(config: Config, task: Task, model: nn.Module, world: World) -> Task:
+    """Return the task with its batches divided over the context ranks of this replica. Changes the model.
+
+    Raises:
+        ConfigError: the task does not say how, or has something that does not work with a part of a sequence.
+    """
+    degree = config.parallel.context
+    if degree == 1:
+        return task
+    flag = f"--parallel.context {degree}"
+    if not has_own(task, "sequence"):
+        raise ConfigError(
+            f"{flag}: the task {type(user_task(task)).__name__} does not say what its sequences are; define "
+            "sequence(batch) (docs/parallel.md), or leave the flag out"
+        )
+    if has_step_loss(task) or task.reduction != "sum":
+        raise ConfigError(
+            f'{flag}: the task\'s loss must be a sum over positions, which its ranks add up; set `reduction = "sum"`'
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ConfigError(f"{flag}: {name} is a BatchNorm, which would see a part of each sequence; use LayerNorm")
+    language_model: Any = inner_task(task)
+    if isinstance(language_model, LanguageModel):
+        language_model.fit_chunks(2 * degree, flag)
+    divide_dropout(model)
+    # The mark of a model of transformers, which need not be installed.
+    if hasattr(getattr(model, "config", None), "get_text_config"):
+        attend_over_ranks(model, degree)
+    part = world.part("cp")
+    # None is the default group, which a world of some of the ranks never uses.
+    assert part.group is not None
+    return divide_task(task, ContextGroup(part.group, part.rank, part.size, exact=True))
 
 
 def plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
@@ -75,11 +119,9 @@ def plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
     )
 
 
-def _check_task(task: Task, degree: int) -> None:
+def _check_task(task: Task, flags: str) -> None:
     """Refuse methods of a task that would see a part of the parameters."""
     for method, is_used in (("penalty", has_own(task, "penalty")), ("own_steps", task.own_steps is not None)):
         # Their results are computed from parameters of which each rank has a part.
         if is_used:
-            raise ConfigError(
-                f"--parallel.tensor {degree}: the task's `{method}` does not work with it yet; leave one out"
-            )
+            raise ConfigError(f"{flags}: the task's `{method}` does not work with it yet; leave one out")
