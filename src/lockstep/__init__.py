@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.engines.registry import engine
     from lockstep.optim.schedule import torch_schedule
     from lockstep.own_loop import autocast, gather_for_metrics, load_state, loader, save_state, step_backward
+    from lockstep.parallel.context import attention
     from lockstep.records import Best, EvaluationRecord, Step
     from lockstep.task import Task
     from lockstep.tasks.image_samples import image_folder
@@ -71,6 +72,7 @@ _MODULES = {
         "save_state",
         "step_backward",
     ),
+    "lockstep.parallel.context": ("attention",),
     "lockstep.records": (
         "Best",
         "EvaluationRecord",
@@ -104,6 +106,7 @@ __all__ = [
     "Step",
     "Task",
     "World",
+    "attention",
     "autocast",
     "engine",
     "from_lightning",

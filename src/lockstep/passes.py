@@ -233,7 +233,7 @@ class Passes:
         # All ranks take part, since each must return the same loss to its optimizer. `fsum` makes the sum independent
         # of their order.
         all_losses = []
-        for losses_of_rank in self._control.world.gather_counted(local_losses):
+        for losses_of_rank in self._control.world.gather_counted(local_losses, losses=True):
             all_losses.extend(losses_of_rank)
         if losses:
             reference = losses[0]

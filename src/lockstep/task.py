@@ -44,7 +44,7 @@ __all__ = [
     "LiveRates",
     "Order",
     "Task",
-    "TaskInContext",
+    "TaskAround",
     "as_task",
     "check_class",
     "current_step",
@@ -380,6 +380,22 @@ class Task(ABC):
         """
         return None
 
+    def sequence(self, batch: Any) -> Mapping[str, int] | None:
+        """Return how the sequences of a batch are divided over ranks, for --parallel.context.
+
+        The loss is then computed of a rank's positions, and the losses of all ranks are added: it must be a sum over
+        labelled positions, whose labels `collate` has shifted already. The model attends by `lockstep.attention`.
+
+        Args:
+            batch: as `collate` returns it: a dict.
+
+        Returns:
+            Name of a tensor -> its dimension of the sequence, such as {"input_ids": 1, "labels": 1, "positions": 1}.
+            "positions" is added to a batch without it: 0, 1, 2, ... for each sequence. Other tensors stay whole.
+            None: the sequences cannot be divided.
+        """
+        return None
+
     def untrained(self) -> Sequence[str]:
         """Return names or patterns of a pretrained model's new modules, such as a head.
 
@@ -453,24 +469,22 @@ class _WrappedTask(Task):
         raise NotImplementedError
 
 
-class TaskInContext:
-    """A task whose computing methods run in a context.
+class TaskAround:
+    """Base of objects around a task that compute some of its methods in another way.
 
     Everything else is read from the inner task and written to it.
 
     It passes for the task (`isinstance`), and is pickled and copied as the task itself, which keeps no trace.
 
     Args:
-        context: makes the context of a call.
-        report: called once with the dtype of a loss in half precision.
+        inner: the task.
+        own: the object's own attributes, by name.
     """
 
-    __slots__ = ("_context", "_inner", "_report")
+    __slots__ = ("_inner",)
 
-    def __init__(
-        self, inner: Task, context: Callable[[], AbstractContextManager[Any]], report: Callable[[torch.dtype], None]
-    ) -> None:
-        for name, value in (("_inner", inner), ("_context", context), ("_report", report)):
+    def __init__(self, inner: Task, **own: Any) -> None:
+        for name, value in (("_inner", inner), *own.items()):
             object.__setattr__(self, name, value)
 
     # mypy does not allow a property for `__class__`. With it isinstance takes this object for the task.
@@ -488,7 +502,23 @@ class TaskInContext:
         delattr(self._inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _itself, (self._inner,)
+        return _itself, (_inner(self),)
+
+
+class _TaskInContext(TaskAround):
+    """A task whose computing methods run in a context.
+
+    Args:
+        context: makes the context of a call.
+        report: called once with the dtype of a loss in half precision.
+    """
+
+    __slots__ = ("_context", "_report")
+
+    def __init__(
+        self, inner: Task, context: Callable[[], AbstractContextManager[Any]], report: Callable[[torch.dtype], None]
+    ) -> None:
+        super().__init__(inner, _context=context, _report=report)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return self._loss(self._inner.loss, model, batch)
@@ -557,13 +587,12 @@ def in_context(
         context: makes the context of a call.
         report: called once with the dtype of a loss that came in half precision.
     """
-    return cast("Task", TaskInContext(_inner(task), context, report))
+    return cast("Task", _TaskInContext(_inner(task), context, report))
 
 
 def _inner(task: Any) -> Any:
-    """Return the task within a context, or the task itself."""
-    # Not isinstance, for which it passes for the task.
-    while issubclass(type(task), TaskInContext):
+    """Return the task within the objects around it, or the task itself."""
+    while issubclass(type(task), TaskAround):
         task = object.__getattribute__(task, "_inner")
     return task
 

@@ -38,8 +38,8 @@ def train(world, folder, task, degree, **changes):
     """(rank 0's records, loss and items of each step) of a run whose weights are in its checkpoint."""
     config = small_runs.config(
         folder,
-        **{"parallel": Parallel(tensor=degree)}
-        | {"max_steps": 4, "log_freq": 1, "eval_freq": 2, "optim": {"clip": 0.5}, "report": False}
+        **{"parallel": Parallel(tensor=degree), "max_steps": 4, "log_freq": 1, "eval_freq": 2, "optim": {"clip": 0.5}}
+        | {"report": False}
         | changes,
     )
     body = []

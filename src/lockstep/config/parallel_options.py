@@ -1,9 +1,12 @@
 """Options for a model that several ranks hold between them, and what does not go with them yet.
 
 Config(parallel=Parallel(tensor=2))     # --parallel.tensor 2
+config.parallel.size, config.parallel.flags     # 2, "--parallel.tensor 2"
 check_parallel(config)                  # FieldError: names the option and the way out
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +26,22 @@ class Parallel:
 
     tensor: int = option(1, "ranks that divide each layer of the model among them")
     pipeline: int = option(1, "ranks that each have a stage of the model, a part of its repeated blocks")
+    context: int = option(1, "ranks that divide each sequence among them")
     vocabulary: bool = option(True, "with --parallel.tensor: divide the token table and the head too")
 
     @property
-    def replica(self) -> int:
-        """The number of ranks that hold one model between them."""
-        return self.tensor * self.pipeline
+    def size(self) -> int:
+        """The ranks of a replica, which hold one model between them."""
+        return math.prod(getattr(self, name) for name in _DEGREES)
+
+    @property
+    def flags(self) -> str:
+        """The degrees of 2 or more, as on the command line."""
+        chosen = [name for name in _DEGREES if getattr(self, name) > 1]
+        return " ".join(f"--parallel.{name} {getattr(self, name)}" for name in chosen)
+
+
+_DEGREES = ("tensor", "context", "pipeline")
 
 
 # Option -> (the values that work with several ranks for one model, the way out).
@@ -46,12 +59,18 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "engine_options.cpu_offload": ((False,), "leave it out"),
     "engine_options.meta_init": ((False,), "leave it out"),
 }
+# The same, with --parallel.context alone.
+_WITH_CONTEXT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "parallel.tensor": ((1,), "use 1"),
+    "data.packing": (("auto", "stream", "blocks", "padded"), "use padded"),
+}
 
 
 # The same, for a pipeline alone.
 _WITH_PIPELINE: dict[str, tuple[tuple[Any, ...], str]] = {
     "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.stages)), "use auto"),
     "parallel.tensor": ((1,), "use 1"),
+    "parallel.context": ((1,), "use 1"),
     "batchnorm": (("auto",), "use auto"),
     "log_gradients": (("off",), "use off"),
     "init_from": (("",), "begin with it in the task's model(), or leave it out"),
@@ -67,25 +86,25 @@ def check_parallel(config: Any) -> None:
     Raises:
         FieldError: names the first such option, and the way out.
     """
-    parallel = config.parallel
-    if parallel.tensor == 1 and not parallel.vocabulary:
+    if config.parallel.tensor == 1 and not config.parallel.vocabulary:
         raise FieldError(
-            *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")), " of 2 or more; remove it"
+            *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")),
+            " of 2 or more; remove it",
         )
-    if parallel.pipeline > 1:
-        _check_supported(config, "pipeline", _SUPPORTED | _WITH_PIPELINE)
-    elif parallel.tensor > 1:
-        _check_supported(config, "tensor", _SUPPORTED)
+    tables = {"pipeline": _SUPPORTED | _WITH_PIPELINE, "context": _SUPPORTED | _WITH_CONTEXT, "tensor": _SUPPORTED}
+    for degree, table in tables.items():
+        if getattr(config.parallel, degree) > 1:
+            _check(config, degree, table)
 
 
-def _check_supported(config: Any, dimension: str, supported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Refuse options that do not work with a degree of 2 or more of a dimension."""
-    degree = getattr(config.parallel, dimension)
-    for name, (values, advice) in supported.items():
+def _check(config: Any, degree: str, table: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Refuse a value that a table does not have, with this degree of 2 or more."""
+    for name, (values, advice) in table.items():
         section, _, field = name.rpartition(".")
         value = getattr(getattr(config, section) if section else config, field)
         if value not in values:
+            size = getattr(config.parallel, degree)
             raise FieldError(
-                *(FieldName(name), f" {value} does not work with ", FieldName(f"parallel.{dimension}")),
-                f" {degree} yet: {advice}",
+                *(FieldName(name), f" {value} does not work with ", FieldName(f"parallel.{degree}"), f" {size} yet: "),
+                advice,
             )

@@ -139,6 +139,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "checkpoint.upload_wait": (0, 10**9, "a number of seconds"),
     "parallel.tensor": (1, 4096, "a number of ranks from 1"),
     "parallel.pipeline": (1, 4096, "a number of ranks from 1"),
+    "parallel.context": (1, 4096, "a number of ranks from 1"),
     "guards.limit": (0, 10**6, "a number of steps"),
     "guards.desync_freq": (0, 10**12, "a number of steps, or 0 for none"),
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),

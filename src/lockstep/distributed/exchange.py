@@ -337,25 +337,29 @@ class StepExchange:
         """This rank's request."""
         return self._stop_request
 
-    def totals(self, values: list[float]) -> list[float]:
+    def totals(self, values: list[float], losses: int = 0) -> list[float]:
         """Sum each value over the ranks in float64, in rank order.
 
-        Waits for all ranks; used for logging.
+        Waits for all ranks; used for logging. The first `losses` values are losses, as in `rows`.
         """
         if self._world.size == 1:
             return values
-        return [math.fsum(column) for column in zip(*self.rows(values), strict=True)]
+        return [math.fsum(column) for column in zip(*self.rows(values, losses), strict=True)]
 
-    def rows(self, values: list[float]) -> list[list[float]]:
+    def rows(self, values: list[float], losses: int = 0) -> list[list[float]]:
         """Return the values of each rank, to be summed, in rank order. Waits for all ranks.
 
-        Every rank passes the same number of values. Rows of ranks that do not count (`World.counts`) are 0.
+        Every rank passes the same number of values. Those of ranks that do not count (`World.counts`) are 0.
+
+        Args:
+            losses: the number of values, at the beginning, that are losses: 0 unless a rank `adds_losses`.
         """
         if self._world.size == 1:
             return [values]
         # The other ranks of a replica have the same values, which count once.
         if not self._world.counts:
-            values = [0.0] * len(values)
+            kept = losses if self._world.adds_losses else 0
+            values = values[:kept] + [0.0] * (len(values) - kept)
         rows = self._buffer(len(values))
         sent = torch.tensor(values, dtype=torch.float64)
         # All ranks, once for each record. The CPU group waits here for the slowest rank, and for no device.

@@ -43,7 +43,10 @@ def form_replicas(world: World, *, tensor: int = 1, context: int = 1, pipeline: 
         # All ranks form the groups of one dimension after the other.
         rows = ranks.movedim(dim, -1).reshape(-1, sizes[name])
         parts[name] = world.form_part(name, _row_of(rows, world.rank))  # collective
-    _share_mesh(world, parts, ranks)
+    mesh = _share_mesh(world, parts, ranks)
+    gradient_group = parts["dp"]
+    if context > 1:
+        gradient_group = _form_gradient_group(world, parts, mesh)  # collective
     data_parallel = parts.pop("dp")
     if len(parts) == 1:
         (replica,) = parts.values()
@@ -53,7 +56,22 @@ def form_replicas(world: World, *, tensor: int = 1, context: int = 1, pipeline: 
     leaders = tuple(range(size - tensor * context, world.size, size))
     by_stage = ranks.view(world.size // size, pipeline, -1).movedim(1, 0).reshape(pipeline, -1)
     stages = tuple(tuple(row) for row in by_stage.tolist())
-    world.replicas = Replicas(data_parallel, replica, parts, leaders, stages)
+    loss_ranks: list[int] = []
+    for leader in leaders:
+        # Each context rank has the loss of its positions; the tensor ranks have the same.
+        loss_ranks += range(leader, leader + tensor * context, tensor)
+    world.replicas = Replicas(data_parallel, replica, gradient_group, parts, leaders, tuple(loss_ranks), stages)
+
+
+def _form_gradient_group(world: World, parts: dict[str, World], mesh: DeviceMesh) -> World:
+    """Form the world of the ranks that differ in the dimensions "dp" and "cp" alone. Collective."""
+    both = mesh["dp", "cp"]
+    group = world.form_part("dp_cp", both.mesh.flatten().tolist())  # collective
+    assert group.group is not None
+    group.mesh = DeviceMesh.from_group(group.group, world.device.type, mesh_dim_names=("dp_cp",))
+    context = parts["cp"]
+    group.replicas = Replicas(parts["dp"], context, group, {"cp": context}, (), (), ())
+    return group
 
 
 def _row_of(rows: torch.Tensor, rank: int) -> list[int]:
@@ -62,8 +80,8 @@ def _row_of(rows: torch.Tensor, rank: int) -> list[int]:
     return found
 
 
-def _share_mesh(world: World, parts: dict[str, World], ranks: torch.Tensor) -> None:
-    """Give the parts their dimension of one mesh of all ranks, with the groups that they have."""
+def _share_mesh(world: World, parts: dict[str, World], ranks: torch.Tensor) -> DeviceMesh:
+    """Give the parts their dimension of one mesh of all ranks, with the groups that they have; return the mesh."""
     groups = []
     for part in parts.values():
         # None is the default group, which a world of some of the ranks never uses.
@@ -74,6 +92,7 @@ def _share_mesh(world: World, parts: dict[str, World], ranks: torch.Tensor) -> N
     mesh = _keep_mesh(world, mesh)
     for name, part in parts.items():
         part.mesh = _keep_mesh(world, mesh[name])
+    return mesh
 
 
 def _keep_mesh(world: World, mesh: DeviceMesh) -> DeviceMesh:

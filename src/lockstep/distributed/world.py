@@ -257,6 +257,11 @@ class World:
         return self.replicas.data_parallel if self.replicas else self
 
     @property
+    def gradient_group(self) -> "World":
+        """The ranks over which gradients are summed: the data-parallel group, of all context coordinates."""
+        return self.replicas.gradient_group if self.replicas else self
+
+    @property
     def replica(self) -> "World":
         """The ranks that hold one model between them, this one included."""
         return self.replicas.replica if self.replicas else self._alone()
@@ -293,16 +298,34 @@ class World:
         """Whether this rank counts for its replica, whose other ranks have the same samples, items and losses."""
         return self.replicas is None or self.rank in self.replicas.leaders
 
-    def gather_counted(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank that counts, one a replica, in order. Collective, as `gather`."""
-        values = self.gather(value if self.counts else None)
-        return [values[rank] for rank in self.replicas.leaders] if self.replicas else values
+    @property
+    def adds_losses(self) -> bool:
+        """Whether this rank's losses are added to the others': of a replica, each context rank has a part of a loss."""
+        return self.replicas is None or self.rank in self.replicas.loss_ranks
+
+    def gather_counted(self, value: Any, *, losses: bool = False) -> list[Any]:
+        """Return the `value` of each rank that counts, one a replica, in order. Collective, as `gather`.
+
+        Args:
+            losses: the values are losses, of each rank that `adds_losses`.
+        """
+        if self.replicas is None:
+            return self.gather(value)
+        ranks = self.replicas.loss_ranks if losses else self.replicas.leaders
+        values = self.gather(value if self.rank in ranks else None)
+        return [values[rank] for rank in ranks]
 
     def _release_groups(self) -> "list[dist.ProcessGroup | None]":
         """Give up the groups of this world and its parts, except the default one."""
         groups = [self.control]
         if self.replicas:
-            for part in (self.replicas.data_parallel, self.replicas.replica, *self.replicas.parts.values()):
+            replicas = self.replicas
+            for part in (
+                replicas.data_parallel,
+                replicas.gradient_group,
+                replicas.replica,
+                *replicas.parts.values(),
+            ):
                 # One dimension's ranks may be all of the replica's.
                 if part.control not in groups:
                     groups += [part.control, part.group]
@@ -732,15 +755,20 @@ class Replicas:
     Attributes:
         data_parallel: the ranks at this rank's coordinate of each replica, which compute different samples.
         replica: the ranks of this rank's replica.
+        gradient_group: the ranks over which gradients are summed, which divides into the data-parallel groups of each
+            context coordinate; see its own `data_parallel` and `part("cp")`.
         parts: mesh dimension of at least 2 ranks, "pp", "cp" or "tp" -> the ranks of the replica along it.
         leaders: by replica, the rank that counts for it.
-        stages: by pipeline stage, the ranks of all replicas that hold it; the first entry has all ranks without "pp".
+        loss_ranks: by replica, the ranks that have its losses or parts of them.
+        stages: by pipeline stage, the ranks of all replicas that hold it; without "pp" all ranks.
     """
 
     data_parallel: World
     replica: World
+    gradient_group: World
     parts: dict[str, World]
     leaders: tuple[int, ...]
+    loss_ranks: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any, final
@@ -234,7 +234,7 @@ class ReplicatedEngine:
         name: the engine's, for messages.
         module: on `world.device`.
         parameters: those whose gradients are exchanged.
-        world: joined through a launcher.
+        world: joined through a launcher. With context ranks (`World.part("cp")`) it has those of all replicas.
         request: with DDP's options.
 
     Attributes:
@@ -343,6 +343,9 @@ class ReplicatedEngine:
         """Exchange, before the update, the gradients that DDP did not."""
         if self._tree:
             self._tree.finish()
+            if self._world.replicas:
+                # After the tree, so that the number of replicas changes no bit: each rank has the sum of its positions.
+                sum_by_hand(self._parameters, self._world.part("cp"), "", ordered=True)  # collective
         elif self._usage:
             self._finish_first_step(self._usage)
         elif self._by_hand:
@@ -366,7 +369,7 @@ class ReplicatedEngine:
                 "--exact does not work with --engine.compression, whose rounding depends on the world size; drop one"
             )
         same_start(self._module, self._world)
-        self._tree = Tree(self._parameters, self._request.exact, self._world, self._request.sharing)
+        self._tree = Tree(self._parameters, self._request.exact, self._world.data_parallel, self._request.sharing)
 
     def _wrap(self, find_unused: bool) -> None:
         """Build the DDP object, or rebuild it in place: the loop holds a reference."""
@@ -572,13 +575,14 @@ def send_from_rank_0(tensors: Iterable[Tensor], world: World) -> None:
 _BUCKET_BYTES = 25 * 2**20
 
 
-def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) -> None:
+def sum_by_hand(parameters: Sequence[Tensor], world: World, compression: str, *, ordered: bool = False) -> None:
     """Sum `.grad` over the ranks; None if no rank has one. Collective.
 
     Args:
         parameters: the same on every rank.
         world: the ranks.
         compression: "bf16" or "fp16": the dtype of the exchange; else the gradients' own.
+        ordered: add in the order of the ranks; an all-reduce may choose another order on another node.
     """
     if world.size == 1:
         return
@@ -601,13 +605,26 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
             sent = (numbers / world.size).to(COMPRESSION_DTYPES[compression])
         else:
             sent = numbers
-        # All ranks, once per bucket; only in the first step, or with reentrant checkpoints.
-        collectives.all_reduce(sent, group=world.group)  # collective
+        # All ranks, once per bucket.
+        if ordered:
+            _add_in_order(sent, world)  # collective
+        else:
+            collectives.all_reduce(sent, group=world.group)  # collective
         if sent is not numbers:
             numbers.copy_(sent).mul_(world.size)
         pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
         # Private to torch: copies all pieces in one kernel.
         torch._foreach_copy_(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
+
+
+def _add_in_order(numbers: Tensor, world: World) -> None:
+    """Add the ranks' numbers in the order of the ranks, in place. Collective."""
+    parts = [torch.empty_like(numbers) for _ in range(world.size)]
+    collectives.all_gather(parts, numbers, group=world.group)  # collective
+    first, *others = parts
+    numbers.copy_(first)
+    for other in others:
+        numbers.add_(other)
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -175,8 +175,8 @@ def make_engine(
             f"--engine {name} does not work with replicas of {world.replica.size} ranks (form_replicas): use "
             "--engine ddp"
         )
-    # Gradients and what forwards write are exchanged among the ranks that compute different samples.
-    peers = world.data_parallel
+    # The ranks that compute different samples, or different positions of them.
+    peers = world.gradient_group
     # Checks before anything is changed in the model.
     if world.replica.size == 1:
         # Otherwise its parameters are cut, see `parallel.tensor`.
@@ -245,7 +245,8 @@ class _Builder:
             engine = Hooked(engine, request.hooks)
         # Manual keeps the buffers itself.
         if not request.own_steps:
-            engine = with_buffers(engine, self._model, self._world, request)
+            # What forwards write is exchanged among the ranks that compute different samples.
+            engine = with_buffers(engine, self._model, self._world.data_parallel, request)
         if request.ema:
             engine = EMAEngine(engine, self._model, request.ema, bare.masters, rested, self._newest)
         return engine
@@ -265,7 +266,7 @@ def _check_request(name: str, model: nn.Module, world: World, request: EngineReq
     """Raise ConfigError if the engine does not support the request, in this world or with this model."""
     is_exact = bool(request.exact)
     if is_exact:
-        check_servable(request.exact, world.size)
+        check_servable(request.exact, world.data_parallel.size)
     has_own_steps = request.own_steps is not None
     if copies := copies_of(model):
         check_copies(

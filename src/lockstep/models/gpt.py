@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lockstep.errors import ConfigError
 from lockstep.models.chunked_loss import Ending, summed_loss, summed_loss_of_part
 from lockstep.parallel.activations import TensorGroup, attention_with_dropout
+from lockstep.parallel.context import attention
 from lockstep.parallel.layers import VocabularyEmbedding, table_logits
 from lockstep.transforms.precision import eager
 from lockstep.transforms.weight_copies import weight_of
@@ -138,6 +139,8 @@ class _Attention(nn.Module):
             key, value = past.extend(key, value)
         if dropout and self.tensor_group is not None:
             mixed = attention_with_dropout(query, key, value, mask, dropout, self.tensor_group)
+        elif mask is None and past is None:
+            mixed = attention(query, key, value, dropout=dropout)
         else:
             mixed = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout

@@ -43,6 +43,7 @@ __all__ = [
     "explain_error",
     "further_logits",
     "inputs_of",
+    "is_full",
     "keeps_apart",
     "logits_of",
     "once_per_node",
@@ -359,7 +360,8 @@ Say = Callable[[str], None]
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "alibi")
 
 
-def _is_full(text: Any) -> bool:
+def is_full(text: Any) -> bool:
+    """Whether each token attends to all before it, by a text model's configuration."""
     kinds = getattr(text, "layer_types", None) or ()
     narrowed = any(getattr(text, name, None) for name in _WINDOW_SETTINGS)
     return not narrowed and all(layer_type == "full_attention" for layer_type in kinds)
@@ -408,7 +410,7 @@ class HubModel:
         self.width = int(getattr(text, "hidden_size", None) or 0)
         architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
         self.takes_documents = architecture is None or takes_documents(architecture)
-        self.full_attention = architecture is not None and _is_full(text)
+        self.full_attention = architecture is not None and is_full(text)
 
     @property
     def settings(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.config.fields import is_hub_name
@@ -143,6 +144,8 @@ class LanguageModel(Task):
         self.items_per_sample = corpus.train.items_per_sample
         self.attention_mask = corpus.packing == "documents"
         self.data_facts = data_facts(corpus)
+        # Padded batches have a multiple of so many positions.
+        self._multiple = 1
         self._prompt = prompt
         self._loss_chunk = loss_chunk
         self._inside = inside
@@ -166,12 +169,29 @@ class LanguageModel(Task):
         tokens that attend to nothing would be NaN in the kernels of some models, and so would NaN * 0.
         """
         if self.corpus.packing == "padded":
-            return pad_tokens(samples)
+            return pad_tokens(samples, self._multiple)
         return _collate_tokens(samples)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Count the labelled tokens of a batch in host memory."""
         return count_labels(batch)
+
+    def sequence(self, batch: Mapping[str, Tensor]) -> Mapping[str, int] | None:
+        """Return the dimensions that --parallel.context divides; None for packed documents, which need a mask."""
+        if self.corpus.packing == "documents":
+            return None
+        return {"input_ids": 1, "labels": 1, "positions": 1}
+
+    def fit_chunks(self, chunks: int, flag: str) -> None:
+        """Make the positions of every batch a multiple of `chunks`, for `flag`.
+
+        Raises:
+            ConfigError: the longest samples have another number of positions.
+        """
+        seq_len = self.corpus.train.seq_len
+        if seq_len % chunks:
+            raise ConfigError(f"{flag} needs a --seq-len that is a multiple of {chunks}, not {seq_len}; change it")
+        self._multiple = chunks
 
     def work(self, dataset: Samples, samples: Sequence[int]) -> float | None:
         """Return the tokens of the batch with padding; None if all samples have equally many."""
@@ -367,11 +387,16 @@ def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     return batch
 
 
-def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad samples to [len(samples), longest], at the right, with token 0 and label -100."""
+def pad_tokens(samples: Sequence[Mapping[str, Tensor]], multiple: int = 1) -> dict[str, Tensor]:
+    """Pad samples to [len(samples), longest], at the right, with token 0 and label -100.
+
+    Args:
+        multiple: the longest is rounded up to one of this number.
+    """
     padded = {}
     for name, value in (("input_ids", 0), ("labels", IGNORED)):
-        padded[name] = pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+        rows = pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+        padded[name] = pad(rows, (0, -rows.shape[1] % multiple), value=value)
     return padded
 
 

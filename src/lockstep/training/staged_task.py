@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.parallel.pipeline import Loss, Pipeline
 from lockstep.passes import split_loss
-from lockstep.task import Task, TaskInContext, has_own
+from lockstep.task import Task, TaskAround, has_own
 
 __all__ = ["stage_task", "without_sharing"]
 
@@ -21,7 +21,7 @@ def stage_task(task: Task, pipeline: Pipeline) -> Task:
     return cast("Task", _StagedTask(task, pipeline))
 
 
-class _StagedTask(TaskInContext):
+class _StagedTask(TaskAround):
     """A task on one stage of a pipeline; everything but its loss is the inner task's.
 
     Args:
@@ -32,8 +32,7 @@ class _StagedTask(TaskInContext):
     __slots__ = ("_pipeline",)
 
     def __init__(self, inner: Task, pipeline: Pipeline) -> None:
-        super().__init__(inner, nullcontext, lambda dtype: None)
-        object.__setattr__(self, "_pipeline", pipeline)
+        super().__init__(inner, _pipeline=pipeline)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         if self._pipeline.is_scheduled:

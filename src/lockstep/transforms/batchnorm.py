@@ -81,8 +81,8 @@ def _obstacle(config: Config, world_size: int) -> str:
         return "--exact computes each micro-batch by itself"
     if config.guards.audit:
         return "--guards.audit repeats micro-batches on single ranks"
-    if config.parallel.replica > 1:
-        return "a model that several ranks hold between them does not work with sync yet"
+    if config.parallel.size > 1:
+        return f"{config.parallel.flags} does not work with sync yet"
     if config.shares != "equal":
         return f"with --shares {config.shares} the ranks' numbers of forwards differ"
     if config.micro_batches > world_size:

@@ -170,10 +170,8 @@ def run(own: argparse.Namespace) -> int:
     device = _device(str(values.pop("device", "auto")), own.memory)
     options = frozenset(values)
     config = cli.build(cli.apply_preset(values))
-    if config.parallel.tensor > 1:
-        raise ConfigError(
-            f"--parallel.tensor {config.parallel.tensor}: plan does not know divided models yet; leave the flag out"
-        )
+    if config.parallel.size > 1:
+        raise ConfigError(f"{config.parallel.flags}: plan does not know divided models yet; leave the flag out")
     task = None
     # The loaders of a LightningModule give values that the flags leave out.
     if config.task.startswith(LIGHTNING):

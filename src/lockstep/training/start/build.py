@@ -52,7 +52,7 @@ from lockstep.training.start.defaults import (
 )
 from lockstep.training.start.lora_base import base_tensor_names
 from lockstep.training.start.named_task import make_task
-from lockstep.training.start.replicas import cut_pipeline, form_replicas
+from lockstep.training.start.replicas import cut_pipeline, divide_sequences, form_replicas
 from lockstep.training.start.resolve import Facts, Resolution, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.start.resume import (
     accept_contents,
@@ -153,7 +153,7 @@ def build_together(
     that may have collectives of its own: the user's, or an engine's.
     """
     opening = _open_folder(config, world, request)  # collective
-    if opening.requested.parallel.replica > 1 and not request.joining:
+    if opening.requested.parallel.size > 1 and not request.joining:
         # Ranks with other degrees would form other groups.
         world.agree()
         form_replicas(opening.requested, world)  # collective
@@ -318,6 +318,8 @@ def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildR
         say("the model is in double precision: trained as it is, with --precision float64")
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
+    # After the precision, whose context is inside.
+    task = divide_sequences(requested, task, model, world)
     # Now task, model and data decide the remaining values and the plan.
     facts = _task_facts(task, model, samples, training.order, start)
     sizes = tuple(len(dataset) for dataset in evaluation_sets.values())

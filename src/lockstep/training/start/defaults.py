@@ -135,7 +135,7 @@ def _describe_step(run_plan: RunPlan, ranks: int) -> str:
     config = run_plan.config
     count = config.micro_batches
     over = f", over {ranks} ranks" if ranks > 1 else ""
-    over += describe_replicas(ranks, config.parallel.replica)
+    over += describe_replicas(ranks, config.parallel.size)
     over += f" ({config.shares})" if config.shares != "equal" else ""
     if run_plan.samples < run_plan.dataset_samples:
         verb = "of"

@@ -1,13 +1,15 @@
-"""Form the replicas of a run, and divide its model over the ranks of this one: --parallel.tensor, --parallel.pipeline.
+"""Form the replicas of a run, and divide its model and its sequences over the ranks of this one.
 
 form_replicas(config, world)            # collective; world.replica, world.data_parallel
-divide_model(config, task, model, world)            # each layer, before the model is on its device
-pipeline = cut_pipeline(config, task, model, world, batches)    # into stages, afterwards; None: not divided so
+divide_model(config, task, model, world)            # --parallel.tensor, before the model is on its device
+task = divide_sequences(config, task, model, world)             # --parallel.context
+pipeline = cut_pipeline(config, task, model, world, batches)    # --parallel.pipeline; None without
 """
 
-import dataclasses
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches
@@ -16,18 +18,23 @@ from lockstep.distributed.world import World
 from lockstep.engines.blocks import repeated_layers
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT
+from lockstep.models.hf_context import attend_over_ranks
 from lockstep.models.hf_plan import tensor_plan
+from lockstep.parallel.context import ContextGroup, divide_dropout
+from lockstep.parallel.context_task import divide_task
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.stages import StageIndex, check_pipeline, cut_stage
 from lockstep.parallel.tensor import Plan, cut
 from lockstep.passes import split_loss
-from lockstep.task import Task, has_own, user_task
+from lockstep.task import Task, has_own, has_step_loss, inner_task, user_task
+from lockstep.tasks.language_model import LanguageModel
 from lockstep.training.start.defaults import batchnorm_names
 from lockstep.training.trial.loss_check import call_method, load_first
 
 __all__ = [
     "cut_pipeline",
     "divide_model",
+    "divide_sequences",
     "form_replicas",
     "plan_of",
 ]
@@ -40,25 +47,18 @@ def form_replicas(config: Config, world: World) -> None:
         ConfigError: the ranks cannot be divided so, or were divided otherwise.
     """
     parallel = config.parallel
-    if _degrees(world) == (parallel.tensor, parallel.pipeline):
+    size = parallel.size
+    formed = (world.part("tp").size, world.part("cp").size, world.part("pp").size)
+    if formed == (parallel.tensor, parallel.context, parallel.pipeline):
         return
-    flags = _flags(config)
-    if world.size % parallel.replica:
+    if world.size % size:
         ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-        raise ConfigError(f"{flags}: the run has {ranks}; start it on a multiple of {parallel.replica}")
+        raise ConfigError(f"{parallel.flags}: the run has {ranks}; start it on a multiple of {size}")
     if world.replica.size > 1:
-        raise ConfigError(f"{flags}: this world has replicas of {world.replica.size} ranks; use the same degrees")
-    replicas.form_replicas(world, tensor=parallel.tensor, pipeline=parallel.pipeline)  # collective
-
-
-def _degrees(world: World) -> tuple[int, int]:
-    return world.part("tp").size, world.part("pp").size
-
-
-def _flags(config: Config) -> str:
-    """Return the flags of the degrees of 2 or more, for messages."""
-    degrees = dataclasses.asdict(config.parallel)
-    return ", ".join(f"--parallel.{name} {degrees[name]}" for name in ("tensor", "pipeline") if degrees[name] > 1)
+        raise ConfigError(f"{parallel.flags}: this world has replicas of {world.replica.size} ranks; use that degree")
+    replicas.form_replicas(  # collective
+        world, tensor=parallel.tensor, context=parallel.context, pipeline=parallel.pipeline
+    )
 
 
 def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> None:
@@ -67,16 +67,50 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     Raises:
         ConfigError: the task has no plan for it, or something that does not work with a divided model.
     """
-    degree = config.parallel.tensor
-    if degree == 1:
+    parallel = config.parallel
+    if parallel.size == 1:
         return
-    tensor = world.part("tp")
-    if tensor.size != degree:
-        raise ConfigError(f"--parallel.tensor {degree}: this command does not divide models yet; leave the flag out")
-    _check_task(task, degree)
-    mesh = tensor.mesh
+    if world.replica.size != parallel.size:
+        raise ConfigError(f"{parallel.flags}: this command does not divide models yet; leave the flag out")
+    _check_task(task, parallel.flags)
+    if parallel.tensor > 1:
+        mesh = world.part("tp").mesh
+        assert mesh is not None
+        cut(model, mesh, plan_of(config, task, model), exact=config.exact)
+
+
+def divide_sequences(config: Config, task: Task, model: nn.Module, world: World) -> Task:
+    """Return the task with its batches divided over the context ranks of this replica. Changes the model.
+
+    Raises:
+        ConfigError: the task does not say how, or has something that does not work with a part of a sequence.
+    """
+    degree = config.parallel.context
+    if degree == 1:
+        return task
+    flag = f"--parallel.context {degree}"
+    if not has_own(task, "sequence"):
+        raise ConfigError(
+            f"{flag}: the task {type(user_task(task)).__name__} does not say what its sequences are; define "
+            "sequence(batch) (docs/parallel.md), or leave the flag out"
+        )
+    if has_step_loss(task) or task.reduction != "sum":
+        raise ConfigError(
+            f'{flag}: the task\'s loss must be a sum over positions, which its ranks add up; set `reduction = "sum"`'
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ConfigError(f"{flag}: {name} is a BatchNorm, which would see a part of each sequence; use LayerNorm")
+    language_model: Any = inner_task(task)
+    if isinstance(language_model, LanguageModel):
+        language_model.fit_chunks(2 * degree, flag)
+    divide_dropout(model)
+    # The mark of a model of transformers, which need not be installed.
+    if hasattr(getattr(model, "config", None), "get_text_config"):
+        attend_over_ranks(model, degree)
+    mesh = world.part("cp").mesh
     assert mesh is not None
-    cut(model, mesh, plan_of(config, task, model), exact=config.exact)
+    return divide_task(task, ContextGroup(mesh, exact=True))
 
 
 def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, batches: Batches) -> Pipeline | None:
@@ -100,8 +134,8 @@ def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, bat
     check_pipeline(degree, micro_batches, task, hooks=task.hooks is not None)
     if names := batchnorm_names(model):
         raise ConfigError(
-            f"{_flags(config)}: {names[0]} is a BatchNorm, whose running statistics each stage would keep for itself; "
-            "use another norm"
+            f"--parallel.pipeline {degree}: {names[0]} is a BatchNorm, whose running statistics each stage would keep "
+            "for itself; use another norm"
         )
     task_blocks = task.blocks(model)
     blocks = repeated_layers(model) if task_blocks is None else list(task_blocks)
@@ -129,11 +163,9 @@ def plan_of(config: Config, task: Task, model: nn.Module) -> Plan:
     )
 
 
-def _check_task(task: Task, degree: int) -> None:
+def _check_task(task: Task, flags: str) -> None:
     """Refuse methods of a task that would see a part of the parameters."""
     for method, is_used in (("penalty", has_own(task, "penalty")), ("own_steps", task.own_steps is not None)):
         # Their results are computed from parameters of which each rank has a part.
         if is_used:
-            raise ConfigError(
-                f"--parallel.tensor {degree}: the task's `{method}` does not work with it yet; leave one out"
-            )
+            raise ConfigError(f"{flags}: the task's `{method}` does not work with it yet; leave one out")

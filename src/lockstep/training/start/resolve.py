@@ -216,7 +216,7 @@ def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any],
     names = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before = facts.checkpoint
     fast = facts.fast
-    defaults = {"precision": "bf16" if fast else "float32", "compile": fast and config.parallel.replica == 1}
+    defaults = {"precision": "bf16" if fast else "float32", "compile": fast and config.parallel.size == 1}
     if facts.double:
         defaults["precision"] = "float64"
     values = _select(defaults, names)

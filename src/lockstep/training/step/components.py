@@ -359,7 +359,7 @@ def make_number_reader(
         exchange.progress.at(step.record.step, READING)
         try:
             rows = exchange.rows(
-                [math.fsum(values[: len(losses)]), *(x for sums_of_one in own_sums for x in sums_of_one)]
+                [math.fsum(values[: len(losses)]), *(x for sums_of_one in own_sums for x in sums_of_one)], losses=1
             )  # collective
         except PeerError as error:
             # The others may have continued to another exchange.

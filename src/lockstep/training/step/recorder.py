@@ -154,7 +154,7 @@ class Meter:
         sums = [math.fsum(step.losses) for step in steps]
         finite = list[_PendingStep]()
         if steps or counts:
-            totals = self._exchange.totals([*sums, *counts])
+            totals = self._exchange.totals([*sums, *counts], losses=len(sums))
         else:
             totals = []
         if not steps:

@@ -24,10 +24,12 @@ from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.agreement import on_all_ranks
 from lockstep.distributed.world import World
+from lockstep.engines.base import at_rest
 from lockstep.engines.fsdp.forwards import equal_forwards, same_units
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, DifferenceError, LockstepError
 from lockstep.loop import describe_value, loss_of
+from lockstep.parallel.context_task import first_positions, loss_of_whole
 from lockstep.passes import split_loss
 from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
@@ -54,6 +56,7 @@ from lockstep.training.trial.loss_check import (
 from lockstep.training.trial.trial import Trial
 from lockstep.transforms.batchnorm import Synchronised
 from lockstep.transforms.determinism import list_autotuning, pin_compiler
+from lockstep.transforms.precision import without_autocast
 from lockstep.whole_step import check_outputs
 
 __all__ = [
@@ -542,20 +545,31 @@ def check_task(
 
 # Relative difference between the losses of a replica's ranks that rounding cannot cause.
 _SAME_LOSS = 1e-4
+# The same for the sum of the context ranks' losses, without autocast: a new model's loss depends little on attention.
+_SAME_SUM = 1e-5
+# Positions of a sequence whose loss is computed on one rank, where the whole may not fit.
+_TRIED_POSITIONS = 2048
 
 
 def _check_replicas(trial: Trial, first: MicroBatch) -> None:
     """Check that the ranks that hold one model between them compute one loss. Collective.
 
-    They do not if a layer's output is cut and no later layer adds the parts up: each rank would train another model.
-
     Raises:
         DifferenceError: on every rank, naming the first replica whose ranks differ.
     """
+    if trial.world.part("tp").size > 1:
+        _check_tensor_ranks(trial, first)  # collective
+    if trial.world.part("cp").size > 1:
+        _check_context_ranks(trial, first)  # collective
+
+
+def _check_tensor_ranks(trial: Trial, first: MicroBatch) -> None:
+    """Check that the ranks that divide layers have equal losses. Collective.
+
+    They have not if a layer's output is cut and no later layer adds the parts up: each would train another model.
+    """
     world = trial.world
-    size = world.replica.size
-    if world.part("tp").size == 1:
-        return
+    size = world.part("tp").size
     loss = loss_of(trial.task)
 
     def compute() -> float:
@@ -607,6 +621,43 @@ def _check_buffers(trial: Trial, first: MicroBatch) -> None:
             raise ConfigError(
                 f"--parallel.pipeline {stages}: the forward writes the model's buffer '{names[0]}', which each stage "
                 "would write with values of its own; write it in the hook `after_update`, or leave the flag out"
+            )
+
+
+def _check_context_ranks(trial: Trial, first: MicroBatch) -> None:
+    """Check that the losses of the ranks that divide sequences add up to that of whole sequences. Collective.
+
+    They do not if a layer other than attention looks at other positions, if attention does not see those of all ranks,
+    or if labels are shifted in the loss, where the last position of a part has none.
+    """
+    task = trial.task
+    world = trial.world
+    size = world.part("cp").size
+    data = first_positions(task, first.data, _TRIED_POSITIONS)
+
+    def compute(loss: Callable[[], Tensor]) -> float:
+        trial.seed()
+        try:
+            with torch.no_grad(), without_autocast():
+                # Waits for the device, twice before step 1.
+                return float(call_method("loss", lambda _: loss(), None, trial.model, task))
+        finally:
+            at_rest(trial.model)
+
+    parts = world.gather(on_all_ranks(world, lambda: compute(lambda: task.loss(trial.model, data))))  # collective
+    whole = on_all_ranks(world, lambda: compute(lambda: loss_of_whole(task, trial.model, data)))  # collective
+    wholes = world.gather_counted(whole)  # collective
+    limit = trial.limit if trial.is_low_precision else _SAME_SUM
+    width = world.replica.size
+    for index, whole in enumerate(wholes):
+        start = index * width
+        total = math.fsum(parts[start : start + width]) * size / width
+        # NaN and infinity are for the guards.
+        if math.isfinite(total) and math.isfinite(whole) and abs(total - whole) > limit * abs(whole):
+            raise DifferenceError(
+                f"--parallel.context {size}: ranks {start} to {start + width - 1} divide sequences, and their losses "
+                f"add up to {total:.8g}, where one rank has {whole:.8g} of the whole: compute attention by "
+                "lockstep.attention, let no other layer mix positions, shift labels in `collate`, and return a sum"
             )
 
 
