@@ -73,7 +73,6 @@ _WITH_PIPELINE: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel.context": ((1,), "use 1"),
     "batchnorm": (("auto",), "use auto"),
     "log_gradients": (("off",), "use off"),
-    "init_from": (("",), "begin with it in the task's model(), or leave it out"),
 }
 
 

@@ -100,7 +100,7 @@ def check_init_from(built: RunParts) -> None:
 
 def _load_init_from(built: RunParts) -> None:
     """Load the weights of --init-from into a new run. Collective."""
-    drop = init_drop(built.config, built.task)
+    drop = init_drop(built.config, built.task, built.pipeline)
     # A path that one rank sees decides for all, as in the check.
     is_other = any(built.world.gather(_foreign_path(built.config) is not None))
     source = None if is_other else built.init_source or find_weights(built.config, built.world, _LOG.warning)
@@ -123,7 +123,7 @@ def _check_run(built: RunParts, source: Path) -> None:
     Raises:
         CheckpointError: names the tensors that do not, and the way out.
     """
-    drop = init_drop(built.config, built.task)
+    drop = init_drop(built.config, built.task, built.pipeline)
     state = built.engine.state_dict()
     contents = read_contents(source, read_manifest(source))
     stored = [name.removeprefix(_GROUP) for name in contents if name.startswith(_GROUP)]
@@ -199,7 +199,7 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
     path = _foreign_path(built.config)
     if path is None:
         return False
-    drop = init_drop(built.config, built.task)
+    drop = init_drop(built.config, built.task, built.pipeline)
     model = _model_tensors(built.engine.state_dict())
     with open_foreign(path) as source:
         match = match_names(source, model, _ties_of(built.model), drop.matches)
