@@ -219,8 +219,8 @@ def _divisions(planner: Planner) -> Iterator[Parallel]:
             continue
         try:
             # Options or layers of the run may not go with it, as its engine may not; others are tried.
-            options = {"engine": "auto", "engine_options": EngineOptions(), "parallel": parallel}
-            planner.part_sizes(dataclasses.replace(planner.config, **options))
+            any_engine = dataclasses.replace(planner.config, engine="auto", engine_options=EngineOptions())
+            planner.part_sizes(dataclasses.replace(any_engine, parallel=parallel))
         except UsageError:
             continue
         yield parallel
