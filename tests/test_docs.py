@@ -420,6 +420,16 @@ def test_a_tutorial_of_hugging_face_prints_what_it_shows(tmp_path, bash, page, f
     assert len([line for line in printed.splitlines() if is_alike(line, shown)]) >= 2  # by both programs
 
 
+def test_two_process_tutorial_divides_resumes_and_proves(tmp_path, bash):
+    name = "docs/tutorials/two-processes.md"
+    printed = printed_by(bash("\n".join(fenced(name, "sh")), OMP_NUM_THREADS="1"))
+    for line in "".join(fenced(name, "")).splitlines():
+        assert is_printed(line, printed), line
+    # Both runs end with the same loss.
+    assert len(set(re.findall(r"step 20/20 +(evaluation loss \d+\.\d\d)", printed))) == 1
+    assert len(re.findall("step 20/20 +evaluation loss", printed)) == 2
+
+
 def test_two_node_tutorial_loses_one_and_is_bitwise(tmp_path, bash):
     name = "docs/tutorials/two-nodes.md"
     run_page("docs/quickstart.md", tmp_path, ["spirals.py"])

@@ -40,6 +40,11 @@ class Parallel:
         chosen = [name for name in _DEGREES if getattr(self, name) > 1]
         return " ".join(f"--parallel.{name} {getattr(self, name)}" for name in chosen)
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The arguments of `distributed.replicas.form_replicas`; {} if each rank has a whole model."""
+        return {name: getattr(self, name) for name in _DEGREES if getattr(self, name) > 1}
+
 
 _DEGREES = ("tensor", "context", "pipeline")
 

@@ -243,7 +243,7 @@ class World:
 
     def form_part(self, purpose: str, ranks: list[int]) -> "World":
         """Form the world of some of the ranks, this one included. Collective over them."""
-        part = World(ranks.index(self.rank), self.local_rank, len(ranks), self.device, self.timeout)
+        part = type(self)(ranks.index(self.rank), self.local_rank, len(ranks), self.device, self.timeout)
         part.group = self.new_group(ranks, backend=None)  # collective
         part.control = self.new_group(ranks)  # collective
         part._scope = f"{self._scope}/{purpose}-{ranks[0]}"

@@ -587,14 +587,15 @@ def _check_options(name: str, options: EngineOptions) -> None:
 _SPLIT = ("full", "grad-op")
 
 
-def variants(size: int, options: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
+def variants(size: int, options: EngineOptions, replica: int = 1) -> Iterator[tuple[str, EngineOptions]]:
     """Yield the engines, with each way to shard, that `size` processes can form and trace.
 
     Args:
         options: the requested options; each engine uses those that it has.
+        replica: ranks that hold one model between them.
     """
     for name, entry in ENGINES.items():
-        if not entry.everywhere or entry.one_process != (size == 1):
+        if not entry.everywhere or entry.one_process != (size == 1) or (replica > 1 and not entry.replicas):
             continue
         options_of_engine = EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
         if "sharding" not in own_options(name) or options_of_engine.sharding not in _SPLIT:

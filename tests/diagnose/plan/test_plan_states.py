@@ -96,7 +96,7 @@ def measured(world, config, task, steps=3, load=None):
         size = config.micro_size
         batch = load(size) if load else task.collate([Samples()[place] for place in range(size)])
         own = sum(part.nbytes for part in tree_leaves(batch))
-        slots = -(-config.micro_batches // world.size)
+        slots = -(-config.micro_batches // world.data_parallel.size)
         for _ in range(steps):
             gc.collect()
             held.peak = held.now

@@ -41,9 +41,12 @@ def describe(answer: PlanResult) -> str:
         verdict = f"does not fit: {bytes_text(-over)} too much"
     when = _PHASES.get(estimate.phase.removeprefix("first ").removeprefix("middle ").split()[0], estimate.phase)
     when += " of the first step, with gradients next to DDP's buffers" if estimate.phase.startswith("first ") else ""
+    devices = f"{answer.size} x {device.name}"
+    if config.parallel.size > 1:
+        devices += f" as {answer.size // config.parallel.size} x {config.parallel.size} for one model"
     lines = [
         f"{answer.sizes.parameters:,} parameters ({answer.sizes.trained:,} trained), {config.precision}; "
-        f"{answer.size} x {device.name}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
+        f"{devices}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
         f"{config.micro_size}, {estimate.slots} on a rank",
         f"each rank uses {bytes_text(estimate.peak)} of {bytes_text(device.room)}: {verdict}",
         "",
@@ -58,8 +61,14 @@ def describe(answer: PlanResult) -> str:
         f"a step takes about {_seconds(times.step)}: {_seconds(times.compute)} compute, {_seconds(times.update)} "
         f"update, {_seconds(times.exposed)} exposed exchange (an estimate, not a measurement)",
     ]
+    compute = estimate.work["compute"]
+    if compute.messages:
+        lines.append(
+            f"for a micro-batch a rank sends {bytes_text(compute.sent)} in {compute.messages:,.0f} messages within its "
+            "replica, whose ranks wait for each"
+        )
     if times.launch_bound:
-        calls = estimate.work["compute"].calls
+        calls = compute.calls
         lines.append(
             f"launches bound it: the host takes {_seconds(times.launching)} to launch its {calls:,.0f} operations a "
             f"micro-batch, which run in {_seconds(times.computing)}; a larger --micro-batch-size has the same number"
@@ -133,6 +142,11 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
         "peak_phase": estimate.phase,
         "parts": estimate.parts,
         "flops": estimate.work["compute"].flops,
+        "replica": {
+            "ranks": answer.config.parallel.size,
+            "sent_bytes": estimate.work["compute"].sent,
+            "messages": estimate.work["compute"].messages,
+        },
         "step_seconds": times.step,
         "step_parts": {"compute": times.compute, "update": times.update, "exchange": times.exposed},
         "launching_seconds": times.launching,
@@ -165,13 +179,13 @@ def run(own: argparse.Namespace) -> int:
     """
     values = cli.collect_options(vars(own))
     sizes = ascending("--world-sizes", own.world_sizes)
-    for size in sizes:
-        check_size(size)
     device = _device(str(values.pop("device", "auto")), own.memory)
     options = frozenset(values)
     config = cli.build(cli.apply_preset(values))
-    if config.parallel.size > 1:
-        raise ConfigError(f"{config.parallel.flags}: plan does not know divided models yet; leave the flag out")
+    if config.parallel.size > config.parallel.tensor:
+        raise ConfigError(f"{config.parallel.flags}: plan knows --parallel.tensor alone yet; leave the others out")
+    for size in sizes:
+        check_size(size, config.parallel)
     task = None
     # The loaders of a LightningModule give values that the flags leave out.
     if config.task.startswith(LIGHTNING):
@@ -180,10 +194,11 @@ def run(own: argparse.Namespace) -> int:
             config, task = configure(dict(values))
     answers = []
     for size in sizes:
-        # A step has at least one micro-batch for each device.
+        # A step has at least one micro-batch for each replica.
         is_open = "batch_size" not in options
-        sized = _widen(config, size) if is_open else config
-        micro = sized.micro_batch_size or choose_micro_batch_size(sized, size)
+        replicas = size // config.parallel.size
+        sized = _widen(config, replicas) if is_open else config
+        micro = sized.micro_batch_size or choose_micro_batch_size(sized, replicas)
         sized = dataclasses.replace(sized, micro_batch_size=micro)
         answers.append(_plan(sized, task, size, device, fast=own.fast, open_batch=is_open))
         if not own.json:
@@ -214,12 +229,12 @@ def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: boo
         return find_plan(planner, fast=fast, open_batch=open_batch)
 
 
-def _widen(config: Config, size: int) -> Config:
-    """Raise the batch size to a micro-batch for each device."""
-    micro = config.micro_batch_size or choose_micro_batch_size(config, size)
-    if micro * size <= config.batch_size or not has_fixed_cut(config):
-        return dataclasses.replace(config, batch_size=max(config.batch_size, size))
-    return dataclasses.replace(config, batch_size=micro * size, micro_batch_size=micro)
+def _widen(config: Config, replicas: int) -> Config:
+    """Raise the batch size to a micro-batch for each replica."""
+    micro = config.micro_batch_size or choose_micro_batch_size(config, replicas)
+    if micro * replicas <= config.batch_size or not has_fixed_cut(config):
+        return dataclasses.replace(config, batch_size=max(config.batch_size, replicas))
+    return dataclasses.replace(config, batch_size=micro * replicas, micro_batch_size=micro)
 
 
 def _device(name: str, memory: str) -> DeviceSpec:

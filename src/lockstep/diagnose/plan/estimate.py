@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.engine_options import ENGINES
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.data.device import AHEAD
 from lockstep.diagnose.plan.devices import DeviceSpec, device_of
@@ -28,9 +29,12 @@ from lockstep.engines.exact import check_servable, held_at_most
 from lockstep.engines.registry import engine_class, name_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import describe_value
+from lockstep.tensors import local_of
+from lockstep.training.start.replicas import divide_model
 from lockstep.training.start.resolve import Facts, resolve
 
 __all__ = [
+    "NODE",
     "MemoryEstimate",
     "Planner",
     "Sizes",
@@ -115,7 +119,7 @@ _MANY = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the whole model.
+    """Sizes of a model, or of what a rank of a replica has of it.
 
     Attributes:
         parameters, trained: numbers of parameters.
@@ -172,8 +176,9 @@ class Planner:
         self.size = size
         self.device = device
         self.asked = config
-        self.config, self.sizes = self._resolve(config)
         self.note = ""
+        self._parts: dict[Parallel, Sizes] = {}
+        self.config, self.sizes = self._resolve(config)
         self._traces: dict[tuple[Any, ...], PlanTrace] = {}
 
     def _resolve(self, config: Config) -> tuple[Config, Sizes]:
@@ -195,8 +200,40 @@ class Planner:
             # The model needs values while it is made. Or it fails, which the next line reports.
             resolved, sizes = self._find_sizes(config, call_task("model", self.subject.task.model))
         if config.exact:
-            check_servable(resolved.micro_batches, self.size)
+            check_servable(resolved.micro_batches, self.replicas(config))
         return resolved, sizes
+
+    def replicas(self, config: Config) -> int:
+        """Return the number of replicas, which share the micro-batches of a step."""
+        return self.size // config.parallel.size
+
+    def part_sizes(self, config: Config) -> Sizes:
+        """Return the sizes of what a rank of a replica has, before its engine shards it.
+
+        Raises:
+            UsageError: the model cannot be divided so.
+        """
+        parallel = config.parallel
+        if parallel.size == 1:
+            return self.sizes
+        if parallel not in self._parts:
+            self._parts[parallel] = self._divide(config)
+        return self._parts[parallel]
+
+    def _divide(self, config: Config) -> Sizes:
+        task = self.subject.task
+        degrees = config.parallel.degrees
+        # One replica, since another one has the same parts.
+        with fake_world(config.parallel.size, degrees=degrees) as world, OperationRecorder():
+            model = call_task("model", task.model)
+            divide_model(config, task, model, world)
+            count = 0
+            trained = 0
+            for p in model.parameters():
+                own = local_of(p).numel()
+                count += own
+                trained += own * p.requires_grad
+        return Sizes(count, trained, self.sizes.layers)
 
     def _find_sizes(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
         task = self.subject.task
@@ -220,7 +257,7 @@ class Planner:
             UsageError: the engine or the model refuses.
         """
         layers = layers or self.sizes.layers
-        slots = -(-config.micro_batches // self.size)
+        slots = -(-config.micro_batches // self.replicas(config))
         if config.exact:
             trace, copies = self._exact(config, layers, subject, slots)
         else:
@@ -236,8 +273,9 @@ class Planner:
         else:
             two, four = (self._at_depth(config, layers, subject, count) for count in (2, 4))
             trace = _between(two, four, steps - 1.0)
-        worst = held_at_most(config.micro_batches, self.size)
-        return trace, float(max(0, worst - held_at_most(self.size << steps, self.size)))
+        replicas = self.replicas(config)
+        worst = held_at_most(config.micro_batches, replicas)
+        return trace, float(max(0, worst - held_at_most(replicas << steps, replicas)))
 
     def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int) -> PlanTrace:
         policy = config.activation_checkpointing
@@ -264,6 +302,11 @@ class Planner:
 
     def _probe_step(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> PlanTrace:
         """Measure one process here, with real numbers."""
+        if config.parallel.size > 1:
+            raise Untraceable(
+                f"{error}; one process cannot measure a part of it instead: leave --parallel.tensor "
+                f"{config.parallel.tensor} out"
+            ) from error
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
             raise Untraceable(
@@ -326,15 +369,6 @@ def _between(low: PlanTrace, high: PlanTrace, times: float) -> PlanTrace:
                 fitted[name] = line(value, second[name])
         return fitted
 
-    def work(name: str) -> Work:
-        first = low.work[name]
-        second = high.work[name]
-        return Work(
-            line(first.flops, second.flops),
-            line(first.moved, second.moved),
-            line(first.calls, second.calls),
-        )
-
     peaks = lines(low.peaks, high.peaks)
     parts = {}
     for name, low_parts in low.parts.items():
@@ -352,19 +386,23 @@ def _between(low: PlanTrace, high: PlanTrace, times: float) -> PlanTrace:
         {},
         parts,
         line(low.held, high.held),
-        {name: work(name) for name in low.work},
+        {name: Work.of_each(line, work, high.work[name]) for name, work in low.work.items()},
         low.batch,
     )
 
 
-def check_size(size: int) -> None:
+def check_size(size: int, parallel: Parallel) -> None:
     """Check the size of a world.
 
     Raises:
-        ConfigError: it is out of range.
+        ConfigError: it is out of range, or no whole number of replicas.
     """
     if not 1 <= size <= _LARGEST:
         raise ConfigError(f"--world-sizes {size}: give the number of devices, from 1 to {_LARGEST}")
+    if size % parallel.size:
+        raise ConfigError(
+            f"--parallel.tensor {parallel.tensor}: --world-sizes {size} is not a multiple of it; change one of them"
+        )
 
 
 # Share of the peak in a training's large products; PaLM's overall MFU is 0.46 (arXiv 2204.02311).
@@ -376,7 +414,7 @@ _FUSED = 0.5
 # Share of a link's bandwidth that a collective reaches.
 _LINK = 0.7
 # Devices of a node.
-_NODE = 8
+NODE = 8
 # Seconds for each collective and doubling of the ranks.
 _LATENCY = 20e-6
 # Seconds to launch a kernel from eager code; an estimate.
@@ -442,16 +480,23 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
     ordering = update_work.calls * call
     update = update + ordering if device.host else max(update, ordering)
     gather_bytes, sum_bytes = split
+    replica = config.parallel.size
+    replicas = size // replica
     exposed = 0.0
-    if size > 1:
-        rate = _LINK * (device.link if size <= _NODE else device.network)
-        wait = _LATENCY * (size - 1).bit_length()
+    if replica > 1:
+        # A rank has nothing to compute before the others' parts are there.
+        rate = _LINK * (device.link if replica <= NODE else device.network)
+        wait = _LATENCY * (replica - 1).bit_length()
+        exposed += estimate.slots * (compute.sent / rate + compute.messages * wait)
+    if replicas > 1:
+        rate = _LINK * (device.link if size <= NODE else device.network)
+        wait = _LATENCY * (replicas - 1).bit_length()
         # A ring sends this share of the bytes over each link.
-        ring = (size - 1) / size
+        ring = (replicas - 1) / replicas
         # Most of a gather overlaps with the computation of its micro-batch.
         per_micro = max(0.0, gather_bytes * ring / rate - 0.8 * micro) + (wait if gather_bytes else 0.0)
         # The sum of the gradients moves the bytes twice, and overlaps with the last backward in part.
         exchange_seconds = 2 * sum_bytes * ring / rate
-        exposed = estimate.slots * per_micro + max(0.05 * exchange_seconds, exchange_seconds - 0.6 * micro) + wait
+        exposed += estimate.slots * per_micro + max(0.05 * exchange_seconds, exchange_seconds - 0.6 * micro) + wait
     slots = estimate.slots
     return Times(slots * micro, update, exposed, slots * launching, slots * computing)

@@ -13,7 +13,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +32,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.profiler import record_function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.config.engine_options import ENGINES, PLAIN
+from lockstep.distributed.replicas import form_replicas
 from lockstep.distributed.world import World
 from lockstep.engines.ddp import GradientUsage, ReplicatedEngine
 from lockstep.engines.registry import engine_class
@@ -312,19 +315,38 @@ class FakeWorld(World):
     def check_same(self, what: str, values: dict[str, Any]) -> None:
         pass
 
+    @property
+    def replica_groups(self) -> frozenset[str]:
+        """The names of the process groups within the replica."""
+        if self.replicas is None:
+            return frozenset()
+        return frozenset(part.group.group_name for part in self.replicas.parts.values() if part.group)
+
+    def new_group(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> dist.ProcessGroup:
+        # Other ranks would have to come to a group of gloo's.
+        group: dist.ProcessGroup = dist.new_group(ranks, backend="fake")
+        return group
+
+
+# No degree: each rank has a whole model.
+_WHOLE: Mapping[str, int] = MappingProxyType({})
+
 
 @contextlib.contextmanager
-def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterator[FakeWorld]:
+def fake_world(
+    size: int, *, engine: str = PLAIN, fused: bool = True, degrees: Mapping[str, int] = _WHOLE
+) -> Iterator[FakeWorld]:
     """Simulate rank 0 of `size` ranks on a CPU, where every tensor is fake.
 
     Args:
-        engine: the engine to build in it; unless it is a single process there are process groups, so no other default
-            group may exist.
+        engine: the engine to build in it; unless it is a single process there are process groups, as with degrees, so
+            no other default group may exist.
         fused: attention with dropout is one kernel, as on every GPU; a CPU materialises the attention weights for it.
+        degrees: of `form_replicas`, by name; the world has the replicas.
     """
     with contextlib.ExitStack() as stack:
         world = FakeWorld(0, 0, size, torch.device("cpu"))
-        if not ENGINES[engine].one_process:
+        if degrees or not ENGINES[engine].one_process:
             # The fake process group is in torch's testing package, the same since torch 2.11.
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -332,6 +354,8 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
             stack.callback(_destroy_groups)
             _set_launcher_variables(stack, size)
             world.control = dist.group.WORLD
+            # While tensors are real: a mesh is one of ranks.
+            form_replicas(world, **degrees)  # collective
             _patch_torch(stack)
             _patch_zero(stack, sys.modules[engine_class(engine).__module__])
         # A profiler's marks are operations without a kernel, and frequent.
@@ -386,15 +410,9 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     apply: Any = importlib.import_module("lockstep.engines.fsdp.apply")
-
-    mesh = apply.init_device_mesh
-
-    def init_mesh(*args: Any, **kwargs: Any) -> Any:
-        # The mesh is built from real tensors of ranks.
-        with _disable_current_modes():
-            return mesh(*args, **kwargs)
-
-    _set(stack, apply, "init_device_mesh", init_mesh)
+    # A mesh is made from real tensors of ranks. FSDP joins the dimensions of one for each divided parameter.
+    for owner, name in ((apply, "init_device_mesh"), (DeviceMesh, "__init__")):
+        _set(stack, owner, name, _with_real_tensors(getattr(owner, name)))
     _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
     # The ranks' total follows from this rank's count: the others do the same.
     _set(
@@ -417,6 +435,14 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
         exchanging(engine._ddp)
 
     _set(stack, ReplicatedEngine, "_wrap", wrap_with_hook)
+
+
+def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _patch_zero(stack: contextlib.ExitStack, engine: Any) -> None:

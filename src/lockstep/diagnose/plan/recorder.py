@@ -12,11 +12,12 @@ it keeps, and fills them again; both are recorded.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -34,6 +35,8 @@ _ALIKE = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATEN._scaled_dot_product_flash_attention_backward,
 }
 _Resize = Callable[[Any, int], Any]
+# Collectives within a replica -> the places of the process group and of what a rank brings among the arguments.
+_COLLECTIVES = {torch.ops.c10d.allreduce_.default: (1, 0), torch.ops.c10d.allgather_.default: (2, 1)}
 
 
 @dataclass(slots=True)
@@ -44,11 +47,20 @@ class Work:
         flops: operations of products, convolutions and attention: 2 for a multiply-add.
         moved: bytes that all operations read and write, each by itself.
         calls: operations without views.
+        sent: bytes that a rank sends to the others of its replica, in rings.
+        messages: collectives within the replica.
     """
 
     flops: float = 0.0
     moved: float = 0.0
     calls: float = 0.0
+    sent: float = 0.0
+    messages: float = 0.0
+
+    @classmethod
+    def of_each(cls, function: Callable[..., float], *works: "Work") -> "Work":
+        """Return the function of each quantity of the works."""
+        return cls(*map(function, *map(astuple, works)))
 
 
 class _Cell:
@@ -77,6 +89,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         parts: by phase, the bytes of each part at its peak.
         work: by phase.
         operation: the last one, for an error.
+        replica_groups: names of the process groups within the replica.
     """
 
     def __init__(self, parts: Callable[[], dict[str, list[Tensor]]] | None = None, real: bool = False) -> None:
@@ -92,6 +105,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         self._kinds: dict[Any, tuple[bool, Any]] = {}
         self.divide = parts
         self.real = real
+        self.replica_groups: frozenset[str] = frozenset()
         self._divided_at: dict[str, int] = {}
         self._cells: weakref.WeakKeyDictionary[Any, _Cell] = weakref.WeakKeyDictionary()
         self._ends: dict[int, Any] = {}
@@ -200,11 +214,23 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         if flops is not None:
             work.flops += flops(*args, **kwargs, out_val=output)
         work.calls += 1
+        if func in _COLLECTIVES:
+            self._count_sent(func, args, work)
         if kwargs:
             tensors = _tensors(args) + _tensors(kwargs) + outputs
         else:
             tensors = _tensors(args) + outputs
         work.moved += sum([local(tensor).nbytes for tensor in tensors])
+
+    def _count_sent(self, func: Any, args: Any, work: Work) -> None:
+        group_at, tensors_at = _COLLECTIVES[func]
+        group = dist.ProcessGroup.unbox(args[group_at])
+        if group.group_name not in self.replica_groups:
+            return
+        work.messages += 1
+        share = sum([local(tensor).nbytes for tensor in args[tensors_at]]) * (group.size() - 1)
+        # A ring of an all-reduce passes each part of the tensor around twice.
+        work.sent += share * 2 / group.size() if group_at == 1 else share
 
     def _divide(self) -> None:
         """Divide the phase's new peak into parts.

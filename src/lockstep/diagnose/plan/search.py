@@ -5,13 +5,14 @@ answer = find_plan(Planner(config, subject, size, device), fast=False, open_batc
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lockstep.config.engine_options import EngineOptions
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config, requested_seq_len
 from lockstep.diagnose.plan.devices import DeviceSpec
-from lockstep.diagnose.plan.estimate import MemoryEstimate, Planner, Sizes, Times, largest, step_time
+from lockstep.diagnose.plan.estimate import NODE, MemoryEstimate, Planner, Sizes, Times, largest, step_time
 from lockstep.diagnose.plan.recorder import Work
 from lockstep.engines.registry import engine_class, variants
 from lockstep.errors import UsageError
@@ -125,11 +126,13 @@ def _micro_batch(planner: Planner, open_batch: bool) -> int:
         return planner.estimate(_with_micro(planner, config, size, open_batch)).peak
 
     return largest(
-        evaluate, [size for size in _micro_sizes(planner, open_batch, every=True) if size >= low], planner.device.room
+        evaluate,
+        [size for size in _micro_sizes(planner, config, open_batch, every=True) if size >= low],
+        planner.device.room,
     )
 
 
-def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> list[int]:
+def _micro_sizes(planner: Planner, config: Config, open_batch: bool, every: bool = False) -> list[int]:
     """Return the allowed micro-batch sizes: those that divide a fixed batch."""
     if open_batch:
         if every:
@@ -140,7 +143,7 @@ def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> lis
     for size in range(1, batch + 1):
         if batch % size == 0:
             divisors.append(size)
-    least = planner.size if planner.config.exact else 1
+    least = planner.replicas(config) if config.exact else 1
     return [size for size in divisors if batch // size >= least] or [1]
 
 
@@ -148,7 +151,7 @@ def _with_micro(planner: Planner, config: Config, micro: int, open_batch: bool) 
     """Set the micro-batch size, and keep the micro-batches a step if the batch is open."""
     batch = config.batch_size
     if open_batch:
-        batch = micro * max(planner.size, planner.config.batch_size // planner.config.micro_size)
+        batch = micro * max(planner.replicas(config), planner.config.batch_size // planner.config.micro_size)
     return dataclasses.replace(config, micro_batch_size=micro, batch_size=batch, eval_micro_batch_size=micro)
 
 
@@ -184,54 +187,88 @@ def _layers(planner: Planner) -> int | None:
 
 def _times(planner: Planner, estimate: MemoryEstimate) -> Times:
     width = PARAMETERS[estimate.config.precision].itemsize
-    sizes = planner.sizes
     config = estimate.config
+    sizes = planner.part_sizes(config)
     kind = engine_class(config.engine)
     split = kind.count_exchanged(config.engine_options, width * sizes.parameters, width * sizes.trained)
     return step_time(estimate, planner.device, planner.size, split)
 
 
 def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
-    """Combine engines and policies, each with its fastest micro-batch that fits."""
-    width = PARAMETERS[planner.config.precision].itemsize
-    sizes = planner.sizes
+    """Combine engines and policies, each with its fastest micro-batch that fits.
+
+    A model is divided over more ranks only where it does not fit otherwise, or was requested so: that sends more.
+    """
+    rows = list[PlanRow]()
+    for parallel in _divisions(planner):
+        if not rows or parallel == planner.config.parallel:
+            rows += _rows_of(planner, dataclasses.replace(planner.config, parallel=parallel), open_batch)
+    return _trace_rows(planner, rows, open_batch)
+
+
+def _divisions(planner: Planner) -> Iterator[Parallel]:
+    """Yield the ways to divide the model that a run takes, the fewest ranks first."""
+    asked = planner.config.parallel
+    tensor = {1, asked.tensor}
+    for power in range(1, NODE.bit_length()):
+        tensor.add(1 << power)
+    for degree in sorted(tensor):
+        whole = asked.vocabulary or degree == 1
+        parallel = dataclasses.replace(asked, tensor=degree, vocabulary=whole)
+        if planner.size % parallel.size:
+            continue
+        try:
+            # Options or layers of the run may not go with it, as its engine may not; others are tried.
+            any_engine = dataclasses.replace(planner.config, engine="auto", engine_options=EngineOptions())
+            planner.part_sizes(dataclasses.replace(any_engine, parallel=parallel))
+        except UsageError:
+            continue
+        yield parallel
+
+
+def _rows_of(planner: Planner, config: Config, open_batch: bool) -> list[PlanRow]:
+    """Combine engines and policies for the degrees of `config`."""
+    width = PARAMETERS[config.precision].itemsize
+    sizes = planner.part_sizes(config)
     state_bytes = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
     rows = list[PlanRow]()
     base: dict[tuple[str, int], MemoryEstimate] = {}
-    first_engine: tuple[str, EngineOptions] | None = None
-    for name, options in variants(planner.size, planner.config.engine_options):
-        plain = dataclasses.replace(planner.config, engine=name, engine_options=options)
+    for name, options in variants(planner.size, config.engine_options, config.parallel.size):
+        try:
+            # A run would refuse what the request does not go with.
+            dataclasses.replace(planner.asked, engine=name, engine_options=options, parallel=config.parallel)
+        except UsageError:
+            continue
+        plain = dataclasses.replace(config, engine=name, engine_options=options)
         if plain.optim.name in ("adamw", "adam"):
             states = state_bytes[2]
         else:
             states = 0.0
         # Skip engines that cannot fit even without activations: a trace takes seconds.
-        if engine_class(name).least_held(options, planner.size, (*state_bytes[:2], states)) > planner.device.room:
+        least = engine_class(name).least_held(options, planner.replicas(config), (*state_bytes[:2], states))
+        if least > planner.device.room:
             continue
         try:
             engine_estimate = planner.estimate(_at(planner, plain, "none", 1, open_batch))
-            first_engine = first_engine or (name, options)
             if not base:
-                base = _policies(planner, first_engine, open_batch)
+                base = _policies(planner, plain, open_batch)
         except UsageError:
             continue
         for policy in _POLICIES:
             if (policy, 1) in base:
                 rows += _best_row(planner, plain, policy, engine_estimate, base, open_batch)
-    return _trace_rows(planner, rows, open_batch)
+    return rows
 
 
 def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: bool) -> Config:
-    sizes = _micro_sizes(planner, open_batch)
+    sizes = _micro_sizes(planner, config, open_batch)
     norm = planner.config.micro_size > 1 and len(sizes) > 2
     size = sizes[min(times - 1 + norm, len(sizes) - 1)]
     return dataclasses.replace(_with_micro(planner, config, size, open_batch), activation_checkpointing=policy)
 
 
-def _policies(
-    planner: Planner, first: tuple[str, EngineOptions], open_batch: bool
-) -> dict[tuple[str, int], MemoryEstimate]:
-    """Estimate each policy with the first engine, at two micro-batch sizes.
+def _policies(planner: Planner, config: Config, open_batch: bool) -> dict[tuple[str, int], MemoryEstimate]:
+    """Estimate each policy with the first engine, that of `config`, at two micro-batch sizes.
 
     The key is (policy, 1 for the smallest or 2 for a larger micro-batch). At the larger one only the first policy is
     traced: memory that does not grow with the micro-batch (parameters, states, gathered weights) is the same for the
@@ -239,7 +276,6 @@ def _policies(
     The final rows are traced by themselves.
     """
     estimates = {}
-    config = dataclasses.replace(planner.config, engine=first[0], engine_options=first[1])
     for policy in _POLICIES:
         try:
             small = estimates[policy, 1] = planner.estimate(_at(planner, config, policy, 1, open_batch))
@@ -273,12 +309,7 @@ def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEsti
         if name in low.phases and name in high.phases:
             phases[name] = extrapolate(size, low.phases[name], high.phases[name])
     scaled_work, less, more = (entry.work["compute"] for entry in (estimate, low, high))
-    compute = Work(
-        extrapolate(scaled_work.flops, less.flops, more.flops),
-        extrapolate(scaled_work.moved, less.moved, more.moved),
-        extrapolate(scaled_work.calls, less.calls, more.calls),
-    )
-    work = {**estimate.work, "compute": compute}
+    work = {**estimate.work, "compute": Work.of_each(extrapolate, scaled_work, less, more)}
     return dataclasses.replace(estimate, config=config, phases=phases, work=work, batch=estimate.batch * large / small)
 
 
@@ -298,7 +329,7 @@ def _best_row(
     high = base.get((policy, 2), base[policy, 1])
     plain = base["none", 1]
     best: PlanRow | None = None
-    for size in _micro_sizes(planner, open_batch):
+    for size in _micro_sizes(planner, config, open_batch):
         sized = dataclasses.replace(_with_micro(planner, config, size, open_batch), activation_checkpointing=policy)
         estimate = _combine(low, high, own, plain, sized, planner)
         # Larger micro-batches need more memory, so none of them fits.
@@ -335,17 +366,12 @@ def _combine(
     for name, size in low.phases.items():
         if name in high.phases and name in own.phases and name in plain.phases:
             phases[name] = line(size, high.phases[name]) + own.phases[name] - plain.phases[name]
-    one_micro = low.work["compute"]
-    other_micro = high.work["compute"]
-    own_work = own.work["compute"]
-    plain_work = plain.work["compute"]
-    compute = Work(
-        line(one_micro.flops, other_micro.flops) + own_work.flops - plain_work.flops,
-        line(one_micro.moved, other_micro.moved) + own_work.moved - plain_work.moved,
-        line(one_micro.calls, other_micro.calls) + own_work.calls - plain_work.calls,
+    compute = Work.of_each(
+        lambda small, large, engine, first: line(small, large) + engine - first,
+        *(entry.work["compute"] for entry in (low, high, own, plain)),
     )
     work = {"compute": compute, "update": own.work["update"]}
-    slots = -(-config.micro_batches // planner.size)
+    slots = -(-config.micro_batches // planner.replicas(config))
     batch = line(low.batch, high.batch) * planner.batches(slots)
     peak = (1 + planner.device.fragments) * (max(phases.values()) + batch)
     return dataclasses.replace(low, config=config, peak=peak, phases=phases, work=work, slots=slots)
@@ -356,7 +382,7 @@ def _trace_rows(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list
     traced_rows = list[PlanRow]()
     for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
         sizes = []
-        for size in _micro_sizes(planner, open_batch):
+        for size in _micro_sizes(planner, row.config, open_batch):
             if size <= row.config.micro_size:
                 sizes.append(size)
         for size in sizes[: -_RETRIES - 1 : -1]:
@@ -379,6 +405,8 @@ def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
     flags = ["--engine", config.engine]
     if config.engine_options.sharding != request.engine_options.sharding:
         flags += ["--engine.sharding", config.engine_options.sharding]
+    if config.parallel.tensor != request.parallel.tensor:
+        flags += ["--parallel.tensor", str(config.parallel.tensor)]
     flags += ["--activation-checkpointing", config.activation_checkpointing]
     flags += ["--batch-size", str(config.batch_size), "--micro-batch-size", str(config.micro_size)]
     return tuple(flags)
@@ -390,7 +418,7 @@ def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
         return f"change first: {' '.join(rows[0].flags)}"
     config = planner.config
     room = planner.device.room
-    *_, last_variant = variants(planner.size, config.engine_options)
+    *_, last_variant = variants(planner.size, config.engine_options, config.parallel.size)
     least = dataclasses.replace(
         _at(planner, config, "full", 1, open_batch),
         engine=last_variant[0],
@@ -400,21 +428,20 @@ def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
     least = dataclasses.replace(
         least, engine_options=dataclasses.replace(last_variant[1], sharding=config.engine_options.sharding)
     )
-    candidates = [("", least)]
+    candidates: list[tuple[str, dict[str, Any]]] = [("", {})]
     if config.precision == "bf16" and planner.size > 1:
         narrow = dataclasses.replace(least.engine_options, param_dtype="bf16")
         candidates.append(
-            (
-                "--precision float32 --engine.param-dtype bf16, ",
-                dataclasses.replace(least, precision="float32", engine_options=narrow),
-            )
+            ("--precision float32 --engine.param-dtype bf16, ", {"precision": "float32", "engine_options": narrow})
         )
-    candidates.append(("--precision bf16-true, ", dataclasses.replace(least, precision="bf16-true")))
+    candidates.append(("--precision bf16-true, ", {"precision": "bf16-true"}))
     least_peak = math.inf
-    for prefix, candidate in candidates:
+    for prefix, changes in candidates:
         for policy in ("full", "none"):
             try:
-                peak = planner.estimate(dataclasses.replace(candidate, activation_checkpointing=policy)).peak
+                # A divided model does not go with every precision.
+                candidate = dataclasses.replace(least, activation_checkpointing=policy, **changes)
+                peak = planner.estimate(candidate).peak
             except UsageError:
                 continue
             least_peak = min(least_peak, peak)

@@ -80,12 +80,12 @@ class PlanTrace(NamedTuple):
 def trace_step(
     config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True
 ) -> PlanTrace:
-    """Trace rank 0 of `size` ranks.
+    """Trace rank 0 of `size` ranks, which is the first of its replica.
 
     Args:
         config: without "auto"; its engine can be made here.
         layers: of the model's blocks; 0: all.
-        slots: micro-batches of rank 0 in a step; in exact mode the step has so many for each rank.
+        slots: micro-batches of rank 0 in a step; in exact mode the step has so many for each replica.
         fused: see `fake_world`.
 
     Raises:
@@ -93,11 +93,13 @@ def trace_step(
         UsageError: the model, the engine or the optimizer refuses.
     """
     if config.exact:
-        config = dataclasses.replace(config, batch_size=config.micro_size * slots * size)
+        config = dataclasses.replace(config, batch_size=config.micro_size * slots * size // config.parallel.size)
     recorder = OperationRecorder()
     with warnings.catch_warnings(), _freeze_gc():
         warnings.simplefilter("ignore")
-        with fake_world(size, engine=config.engine, fused=fused) as world, recorder:
+        degrees = config.parallel.degrees
+        with fake_world(size, engine=config.engine, fused=fused, degrees=degrees) as world, recorder:
+            recorder.replica_groups = world.replica_groups
             try:
                 return _Stage(config, subject, world, recorder, layers).play(slots)
             except REFUSED as error:
@@ -368,7 +370,8 @@ def _first_step_differs(config: Config) -> bool:
     It finds the parameters that a backward uses.
     """
     options = config.engine_options
-    buffered = "bucket_cap_mb" in own_options(config.engine) and not config.exact
+    # Gradients of divided layers are summed without DDP.
+    buffered = "bucket_cap_mb" in own_options(config.engine) and not config.exact and config.parallel.size == 1
     return buffered and options.find_unused_parameters == "auto" and not options.static_graph
 
 
@@ -425,9 +428,7 @@ def _total_work(work: dict[str, Work], slots: int) -> dict[str, Work]:
     """Sum the work by "compute", of one micro-batch, and "update"."""
     totals = {"compute": Work(), "update": Work()}
     for name, phase_work in work.items():
-        into = totals["update" if name == "update" else "compute"]
+        into = "update" if name == "update" else "compute"
         share = 1 if name == "update" else slots
-        into.flops += phase_work.flops / share
-        into.moved += phase_work.moved / share
-        into.calls += phase_work.calls / share
+        totals[into] = Work.of_each(lambda total, part, share=share: total + part / share, totals[into], phase_work)
     return totals
