@@ -56,9 +56,7 @@ def form_replicas(config: Config, world: World) -> None:
         raise ConfigError(f"{parallel.flags}: the run has {ranks}; start it on a multiple of {size}")
     if world.replica.size > 1:
         raise ConfigError(f"{parallel.flags}: this world has replicas of {world.replica.size} ranks; use that degree")
-    replicas.form_replicas(  # collective
-        world, tensor=parallel.tensor, context=parallel.context, pipeline=parallel.pipeline
-    )
+    replicas.form_replicas(world, **parallel.degrees)  # collective
 
 
 def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> None:
