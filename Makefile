@@ -65,8 +65,8 @@ test-full: .venv/dev .venv/lightning-2.5.6 ## the slow tests too
 	@touch $@
 
 # What depends on the version of torch: engines, exact bits, graphs, saves, waits, forks, what a GPU's tests do on a CPU.
-OLDEST := tests/engines tests/transforms tests/parallel/test_tensor_runs.py tests/launch/test_preloaded.py $(wildcard tests/launch/test_fork*.py) \
-	tests/guards/test_saver.py tests/checkpoint/test_checkpoint_round_trip.py \
+OLDEST := tests/engines tests/transforms tests/parallel/test_tensor_runs.py tests/parallel/test_tensor_fsdp.py tests/launch/test_preloaded.py $(wildcard tests/launch/test_fork*.py) \
+	tests/guards/test_saver.py tests/checkpoint/test_checkpoint_round_trip.py tests/checkpoint/test_checkpoint_layouts.py \
 	tests/training/test_host_waits.py tests/training/test_device_updates.py tests/test_gpu_runs.py
 
 test-oldest: .venv-oldest/dev ## the tests that depend on torch's version, on the oldest one that is promised (2.11)

@@ -20,6 +20,7 @@ from lockstep.checkpoint.grid import MOST_PARTS, Grid, grid_of
 from lockstep.checkpoint.layout import _cuts_of, block_of, boxes_of, parts_of, replicas_of, share_out
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
+from lockstep.engines.fsdp.apply import correct_placements
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
@@ -75,6 +76,7 @@ def planned(plan):
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(net, mesh=mesh["dp"] if "tensor" in plan else mesh)
+        correct_placements(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
     for parameter in net.parameters():
         parameter.grad = (parameter * 0.5 + 0.1).detach()

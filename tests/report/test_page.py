@@ -312,3 +312,11 @@ def test_tasks_numbers_have_a_curve_each_and_blocks_one(tmp_path):
     assert drawn["kl"] == ["training", "evaluation"]
     assert drawn["Gradient norms by block"] == ["head", "blocks.0"]
     assert "evaluation/kl" not in drawn
+
+
+@pytest.mark.parametrize(("degree", "words"), [(1, "2"), (2, "2 in replicas of 2"), (EVIL, "2")])
+def test_ranks_are_shown_with_the_size_of_their_replicas(tmp_path, degree, words):
+    config_toml = f"[parallel]\ntensor = {json.dumps(degree)}\n"
+    folder = made(tmp_path / "r", records(3), state_json=state(), config_toml=config_toml)
+    found = read(page([gather(folder)])).words
+    assert found[[word.strip() for word in found].index("ranks") + 1 :][:2].count(words) == 1

@@ -9,6 +9,7 @@ its Content-Security-Policy enforces this. `compare` compares several runs.
 
 import functools
 import math
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -302,8 +303,17 @@ def _key_figures(facts: RunFacts) -> list[tuple[str, str]]:
         entries.append(("wall time", duration(facts.account.wall)))
         entries.append(("goodput", f"{facts.account.share:.1%}"))
     if facts.state.world_size is not None:
-        entries.append(("ranks", f"{facts.state.world_size:,}"))
+        entries.append(("ranks", f"{facts.state.world_size:,}{_replicas(facts)}"))
     return entries
+
+
+def _replicas(facts: RunFacts) -> str:
+    """Return how many replicas the ranks are; "" if each rank has a complete model."""
+    degree = facts.config.get("parallel.tensor", "1")
+    # The file may have been edited.
+    if not re.fullmatch(r"\d{1,4}", degree) or int(degree) < 2:
+        return ""
+    return f" in replicas of {int(degree)}"
 
 
 def _account(facts: RunFacts) -> dict[str, Any] | None:

@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+# Private: FSDP describes with these how it shards what tensor ranks have divided.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from lockstep.config.engine_options import EngineOptions
@@ -36,6 +40,7 @@ __all__ = [
     "UsageCheck",
     "again",
     "check",
+    "correct_placements",
     "discard_iteration",
     "leave_groups",
     "replica_size",
@@ -224,6 +229,7 @@ def shard(model: nn.Module, world: World, request: EngineRequest) -> DeviceMesh:
     place([module for module in model.modules() if module not in inside], world, send=options.meta_init, alone=joins)
     whole = set(find_whole(model))
     fully_shard(model, mp_policy=_precision(options, is_root=True), ignored_params=whole, **policies)
+    correct_placements(model)
     if not joins:
         send_from_rank_0((parameter.data for parameter in find_whole(model)), world)  # collective
     _prefetch(blocks.modules, options.prefetch)
@@ -254,6 +260,33 @@ def again(model: nn.Module) -> DeviceMesh:
             # Private to FSDP: recomputes the dtypes that the group's first forward recorded.
             parameter_group._init_mp_dtypes()
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+
+
+def correct_placements(model: nn.Module) -> None:
+    """Place the shards of packed layers as they are cut: by tensor ranks first, then by FSDP.
+
+    torch before 2.13 places them as if FSDP had cut first, so a checkpoint would store rows under the wrong numbers.
+    Before the optimizer is made.
+    """
+    for module in model.modules():
+        for parameter_group in _parameter_groups(module):
+            for parameter in parameter_group.fsdp_params:
+                _correct_placement(parameter)
+
+
+def _correct_placement(parameter: Any) -> None:
+    """Correct FSDP's placement of one parameter, if its layer is packed."""
+    spec = parameter._sharding_spec
+    if len(spec.placements) < 2:
+        return
+    own, divided = spec.placements[-2:]
+    if type(divided) is not _StridedShard or type(own) is not Shard or own.dim != divided.dim:
+        return
+    ranks = spec.mesh.size(spec.mesh.ndim - 1)
+    placements = (*spec.placements[:-2], _StridedShard(own.dim, split_factor=ranks), divided)
+    parameter._spmd_placements = placements
+    parameter._sharding_spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    parameter.sharded_param._spec = parameter._sharding_spec
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
