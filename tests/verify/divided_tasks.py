@@ -16,6 +16,19 @@ class TinyGPT(Ragged):
         return GPT(GPTConfig(layers=2, heads=4, width=16, vocab_size=29, context=16, dropout=self.dropout))
 
 
+class Sequences(TinyGPT):
+    """The same, on sequences that are divided."""
+
+    def loss(self, model, batch):
+        return super().loss(lambda ids: model(ids, positions=batch.get("positions")), batch)
+
+    def metrics(self, model, batch):
+        return super().metrics(lambda ids: model(ids, positions=batch.get("positions")), batch)
+
+    def sequence(self, batch):
+        return {"input": 1, "labels": 1, "positions": 1}
+
+
 class Attention(nn.Module):
     """Attention with joined queries, keys and values, as people write it."""
 

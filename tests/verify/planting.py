@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.verify.compare import first_difference, traces_of
@@ -19,7 +20,7 @@ def settings(**changes):
     return Config(**{**given, **changes})
 
 
-def first_differences(task, config, folder, names, engines=("ddp",), world_size=2, tensor=1):
+def first_differences(task, config, folder, names, engines=("ddp",), world_size=2, **degrees):
     """Return {(fault, engine): the first difference or None}.
 
     The fault "" is a healthy run, and "" with "single" the process again. A fault that the single process has too is
@@ -29,13 +30,14 @@ def first_differences(task, config, folder, names, engines=("ddp",), world_size=
     others = [name for name in names if name not in apart]
     for name in apart:
         (folder / name).mkdir()
-    each = [_run_and_compare(task, config, folder / name, [name], engines, world_size, tensor) for name in apart]
-    rest = _run_and_compare(task, config, folder, others, engines, world_size, tensor)
+    each = [_run_and_compare(task, config, folder / name, [name], engines, world_size, degrees) for name in apart]
+    rest = _run_and_compare(task, config, folder, others, engines, world_size, degrees)
     return {place: difference for part in (*each, rest) for place, difference in part.items()}
 
 
-def _run_and_compare(task, config, folder, names, engines, world_size, tensor):
-    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT + 1, tensor=(tensor,))
+def _run_and_compare(task, config, folder, names, engines, world_size, degrees):
+    lists = {name: (degree,) for name, degree in degrees.items()}
+    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT + 1, **lists)
     executor = LocalExecutor(config, folder)
     executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))
     reference = read_trace(folder, "reference", 1)[0]
@@ -46,7 +48,7 @@ def _run_and_compare(task, config, folder, names, engines, world_size, tensor):
         return dataclasses.replace(made, key=f"{one.key}-{name or 'healthy'}")
 
     again = planted("", REFERENCE)
-    rows = [Combination(engine, world_size, tensor=tensor) for engine in engines]
+    rows = [Combination(engine, world_size, parallel=Parallel(**degrees)) for engine in engines]
     specs = {(name, row.engine): planted(name, row) for row in rows for name in names}
     executor.run([again])
     executor.run(list(specs.values()))

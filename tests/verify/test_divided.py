@@ -31,7 +31,7 @@ def differences(tmp_path_factory):
 
 
 def test_each_fault_of_divided_models_has_a_place():
-    assert [name for name in FAULTS if fault(name).divided] == list(PLACES)[1:]
+    assert [name for name in FAULTS if fault(name).divided == "tensor"] == list(PLACES)[1:]
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -96,13 +96,13 @@ def test_shapes_that_do_not_fit_are_no_request_that_cannot_run():
 
 
 def test_combinations_of_degrees_and_world_sizes():
-    made = combine(("single", "ddp", "fsdp"), (2, 4), False, (1, 2))
+    made = combine(("single", "ddp", "fsdp"), (2, 4), False, (Parallel(), Parallel(tensor=2)))
     assert [str(entry) for entry in made] == [
         *("single x1", "ddp x2", "fsdp x2", "ddp x2 tensor 2", "fsdp x2 tensor 2"),
         *("ddp x4", "fsdp x4", "ddp x4 tensor 2", "fsdp x4 tensor 2"),
     ]
-    assert Combination("ddp", 4, tensor=2).key == "ddp-4-tensor-2"
-    only = combine(("ddp",), (1, 4), False, (2,))
+    assert Combination("ddp", 4, parallel=Parallel(tensor=2)).key == "ddp-4-tensor-2"
+    only = combine(("ddp",), (1, 4), False, (Parallel(tensor=2),))
     assert list(map(str, only)) == ["single x1", "ddp x4 tensor 2"]
     assert list(map(str, with_one_replica(only, 0))) == ["single x1", "ddp x2 tensor 2", "ddp x4 tensor 2"]
     with refuses(ConfigError, "--exact", "2 ranks", "without torchrun"):

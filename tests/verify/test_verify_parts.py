@@ -536,6 +536,7 @@ def test_under_torchrun_rank_0_alone_speaks_and_writes(tmp_path, monkeypatch, ca
         "skip_unavailable": False,
         "scratch": "",
         "tensor": [],
+        "context": [],
         "against": "",
         "out": str(tmp_path / "made.json"),
         "named": [],

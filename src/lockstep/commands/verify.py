@@ -14,12 +14,12 @@ import importlib
 
 from lockstep.config.cli import Parser, add_flags
 from lockstep.config.hints import FOREIGN
+from lockstep.config.parallel_options import DEGREES
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
 
 __all__ = ["command"]
 
-_TENSOR = "parallel.tensor"
 _OWN = (
     *("engines", "world_sizes", "steps", "resume_at", "plant", "plant_at"),
     *("skip_unavailable", "out", "against", "scratch"),
@@ -39,10 +39,13 @@ def command(argv: list[str]) -> int:
         return int(end.code or 0)
     args.engines = _names(args.engines)
     args.world_sizes = _sizes("--world-sizes", args.world_sizes)
-    args.tensor = _sizes("--parallel.tensor", getattr(args, _TENSOR, ""))
-    if args.tensor:
-        # The options that do not go with divided models are refused for the largest.
-        setattr(args, _TENSOR, max(args.tensor))
+    for name in DEGREES:
+        field = f"parallel.{name}"
+        degrees = _sizes(f"--{field}", getattr(args, field, ""))
+        setattr(args, name, degrees)
+        if degrees:
+            # The options that do not go with divided models are refused for the largest.
+            setattr(args, field, max(degrees))
     # Imported late: it loads torch.
     code: int = importlib.import_module("lockstep.verify.verification").run(args)
     return code
@@ -99,12 +102,14 @@ def _parser() -> Parser:
     add(
         "--scratch", default="", help="folder for tensors, about 4 copies of the model per step (default: the system's)"
     )
-    parser.common = (*_OWN, _TENSOR, "task", "batch_size", "exact")
+    parser.common = (*_OWN, *map("parallel.{}".format, DEGREES), "task", "batch_size", "exact")
     parser.examples = (
         "lockstep verify --task digits.py:Digits --batch-size 32",
         "lockstep verify --exact --engines ddp,fsdp --world-sizes 2,4",
     )
     add_flags(parser, kind="")
-    text = "compare models divided over so many ranks too, such as 1,2 (default: 1)"
-    parser.change(_TENSOR, type=str, metavar="N,N,...", help=text)
+    for name in DEGREES:
+        noun = {"tensor": "layers", "context": "sequences", "pipeline": "stages"}[name]
+        text = f"compare {noun} divided over so many ranks too, such as 1,2 (default: 1)"
+        parser.change(f"parallel.{name}", type=str, metavar="N,N,...", help=text)
     return parser

@@ -5,6 +5,7 @@ config.parallel.size, config.parallel.flags     # 2, "--parallel.tensor 2"
 check_parallel(config)                  # FieldError: names the option and the way out
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from lockstep.config.engine_options import ENGINES
 from lockstep.config.fields import FieldError, FieldName, option, suggest_fields
 
 __all__ = [
+    "DEGREES",
     "Parallel",
     "check_parallel",
 ]
@@ -32,21 +34,35 @@ class Parallel:
     @property
     def size(self) -> int:
         """The ranks of a replica, which hold one model between them."""
-        return math.prod(getattr(self, name) for name in _DEGREES)
+        return math.prod(self.degrees.values())
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees of 2 or more by name."""
+        found = {}
+        for name in DEGREES:
+            if getattr(self, name) > 1:
+                found[name] = getattr(self, name)
+        return found
+
+    def with_degrees(self, degrees: Mapping[str, int]) -> "Parallel":
+        """Return the options with these degrees, and 1 for the others."""
+        values: dict[str, Any] = dict.fromkeys(DEGREES, 1) | dict(degrees)
+        return dataclasses.replace(self, **values)
 
     @property
     def flags(self) -> str:
         """The degrees of 2 or more, as on the command line."""
-        chosen = [name for name in _DEGREES if getattr(self, name) > 1]
-        return " ".join(f"--parallel.{name} {getattr(self, name)}" for name in chosen)
+        return " ".join(f"--parallel.{name} {degree}" for name, degree in self.degrees.items())
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """The arguments of `distributed.replicas.form_replicas`; {} if each rank has a whole model."""
-        return {name: getattr(self, name) for name in _DEGREES if getattr(self, name) > 1}
+    def label(self) -> str:
+        """The degrees of 2 or more for a table, such as `tensor 2`."""
+        return " ".join(f"{name} {degree}" for name, degree in self.degrees.items())
 
 
-_DEGREES = ("tensor", "context", "pipeline")
+# The fields that are numbers of ranks.
+DEGREES = ("tensor", "context", "pipeline")
 
 
 # Option -> (the values that work with several ranks for one model, the way out).

@@ -41,6 +41,8 @@ FAULTS = (
     "counted-twice",
     "items-of-all",
     "plain-shard",
+    "restarted-positions",
+    "unsummed-keys",
 )
 
 
@@ -60,6 +62,7 @@ def verify(  # noqa: PLR0913
     skip_unavailable: bool = False,
     scratch: str = "",
     tensor: Sequence[int] = (),
+    context: Sequence[int] = (),
 ) -> "VerifyTable":
     """Run the same steps in every combination, and compare each with a single process.
 
@@ -79,7 +82,7 @@ def verify(  # noqa: PLR0913
         plant: fault to plant, to check that it is reported (one of lockstep.verify.FAULTS).
         plant_at: step of the fault, from 1.
         skip_unavailable: skip combinations that cannot run here.
-        tensor: degrees of tensor parallelism, each at the world sizes that it divides; () is the config's.
+        tensor, context: degrees of these, each at the world sizes that it divides; () is the config's.
         scratch: folder for about 4 copies of the model per step; "": the system's.
 
     Returns:
@@ -103,6 +106,7 @@ def verify(  # noqa: PLR0913
         skip_unavailable=skip_unavailable,
         scratch=scratch,
         tensor=tensor,
+        context=context,
     )
     table: VerifyTable = importlib.import_module("lockstep.verify.verification").prove(request)
     return table

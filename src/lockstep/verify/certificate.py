@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import cli
+from lockstep.config.parallel_options import DEGREES
 from lockstep.config.schema import Config
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import ConfigError
@@ -44,7 +45,7 @@ def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) ->
         "steps": request.steps,
         "engines": list(request.engines),
         "world_sizes": list(request.world_sizes),
-        "tensor": list(request.tensor),
+        **{name: list(getattr(request, name)) for name in DEGREES},
         "resume_at": request.resume,
         "compile": request.compile,
         "task": request.config.task or (type(request.task).__qualname__ if request.task is not None else ""),

@@ -6,6 +6,7 @@ Within a step the stages are compared in causal order: each computes from the on
 therefore the cause, and not a consequence.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -80,8 +81,25 @@ def traces_of(spec: TrainingSpec, reference: dict[str, Any], ranks: list[dict[st
     """Collect the traces of a finished run for `first_difference`."""
     last_step = len(reference["steps"]) - 1
     config = spec.request.config
+    ranks = add_losses(ranks, spec.combination.parallel.context)
     drift = spec.tolerance.drift(last_step, Scales.of(reference["steps"], config)[last_step])
     return Traces(reference, ranks, spec.tolerance, config.optim.clip, drift)
+
+
+def add_losses(ranks: list[dict[str, Any]], context: int) -> list[dict[str, Any]]:
+    """Return the traces with the losses of whole sequences, of which each of `context` ranks in a row has a part."""
+    if context == 1:
+        return ranks
+    added = copy.deepcopy(ranks)
+    for trace in added:
+        first = trace["rank"] - trace["rank"] % context
+        for at, step in enumerate(trace["steps"]):
+            for number, slot in enumerate(step["slots"]):
+                for key in ("loss", "scaled"):
+                    parts = [peer["steps"][at]["slots"][number][key] for peer in ranks[first : first + context]]
+                    if slot[key] is not None:
+                        slot[key] = math.fsum(parts)
+    return added
 
 
 def first_difference(traces: Traces) -> Difference | None:

@@ -20,6 +20,8 @@ from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
 from lockstep.parallel import activations
+from lockstep.parallel import context as parallel_context
+from lockstep.parallel.context import ContextGroup
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
 from lockstep.tensors import local_of
@@ -450,7 +452,7 @@ class SwappedState(Fault):
 class _DividedFault(Fault):
     """A fault in what the ranks of a replica do together, on all ranks: an exchange that one leaves out would hang."""
 
-    divided = True
+    divided = "tensor"
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -526,12 +528,42 @@ class _UnpackedTask(TaskWrapper):
 
     def parallelize(self, model: nn.Module) -> dict[str, Any]:
         base = self._context.config.parallel
-        own = dataclasses.replace(base, tensor=self._context.world.replica.size)
+        own = dataclasses.replace(base, tensor=self._context.world.part("tp").size)
         plan = dict(plan_of(dataclasses.replace(self._context.config, parallel=own), self.inner, model))
         for pattern, word in plan.items():
             if str(word).startswith("packed"):
                 plan[pattern] = "columns"
         return plan
+
+
+@final
+class RestartedPositions(_DividedFault):
+    name = "restarted-positions"
+    divided = "context"
+    stage = "forward"
+    text = "each rank that has a part of a sequence counts its positions from 0"
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        def positions(group: ContextGroup, time: int, device: torch.device) -> Tensor:
+            return torch.arange(time // group.size, device=device)
+
+        self.replace(ContextGroup, "positions", positions)
+        return engine
+
+
+@final
+class UnsummedKeys(_DividedFault):
+    name = "unsummed-keys"
+    divided = "context"
+    stage = "reduction"
+    text = "the gradients of keys and values are not summed over the ranks that attend to them"
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return ctx.group.keep(gradient, ctx.dim), None, None
+
+        self.replace(parallel_context._Join, "backward", staticmethod(backward))
+        return engine
 
 
 _FAULTS: dict[str, type[Fault]] = {
@@ -555,6 +587,8 @@ _FAULTS: dict[str, type[Fault]] = {
         CountedTwice,
         ItemsOfAll,
         PlainShard,
+        RestartedPositions,
+        UnsummedKeys,
     )
 }
 

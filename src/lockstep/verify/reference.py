@@ -163,7 +163,7 @@ class ReferenceComparer:
         self._tolerance = tolerance
         self._scales = Scales.of(steps, config)
         # In exact mode the replicas of a divided model are compared with one, whose ranks may have other parts.
-        self._adds_up = config.exact and config.parallel.tensor > 1
+        self._adds_up = config.exact and config.parallel.size > 1
 
     def record(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
         if kind == "weights" and not self._tolerance.exact:

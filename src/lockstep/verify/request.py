@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.engine_options import ENGINES, PLAIN
+from lockstep.config.parallel_options import DEGREES, Parallel
 from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.data.batches import Batches, StepLoader
 from lockstep.distributed.world import World
@@ -92,7 +93,7 @@ class Fault:
         stage: the cause that the comparison must report.
         moment: when it shows: "start", "step", "resume" or "end".
         everywhere: whether the single process has it too, where it is harmless.
-        divided: it shows only where several ranks hold one model.
+        divided: the degree without which it does not show; "": it shows without.
     """
 
     name = ""
@@ -100,7 +101,7 @@ class Fault:
     stage = ""
     moment = "start"
     everywhere = False
-    divided = False
+    divided = ""
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         """Check that the fault can show in this run.
@@ -130,34 +131,42 @@ class Fault:
         """Remove the hooks of the fault from this process."""
 
 
+_UNDIVIDED = Parallel()
+
+
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Engine, world size, eager or compiled, and tensor degree: one row of the table."""
+    """Engine, world size, eager or compiled, and degrees: one row of the table."""
 
     engine: str
     world_size: int
     compiled: bool = False
-    tensor: int = 1
+    parallel: Parallel = _UNDIVIDED
 
     @property
     def key(self) -> str:
         """Name for files, such as `ddp-2-compiled`."""
-        degree = f"-tensor-{self.tensor}" if self.tensor > 1 else ""
-        return f"{self.engine}-{self.world_size}{'-compiled' * self.compiled}{degree}"
+        degrees = self.parallel.label.replace(" ", "-")
+        return f"{self.engine}-{self.world_size}{'-compiled' * self.compiled}{'-' * bool(degrees)}{degrees}"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks hold one model."""
+        return self.parallel.size > 1
 
     @property
     def replicas(self) -> int:
         """Number of replicas."""
-        return self.world_size // self.tensor
+        return self.world_size // self.parallel.size
 
     @property
     def one_replica(self) -> "Combination":
         """The same with a single replica, whose bits those of several replicas must have in exact mode."""
-        return dataclasses.replace(self, world_size=self.tensor)
+        return dataclasses.replace(self, world_size=self.parallel.size)
 
     def __str__(self) -> str:
-        degree = f" tensor {self.tensor}" if self.tensor > 1 else ""
-        return f"{self.engine} x{self.world_size}{' compiled' * self.compiled}{degree}"
+        label = self.parallel.label
+        return f"{self.engine} x{self.world_size}{' compiled' * self.compiled}{' ' * bool(label)}{label}"
 
 
 REFERENCE = Combination(PLAIN, 1)
@@ -173,7 +182,7 @@ class VerifyRequest:
         engines: () is every engine that needs no further package and no GPU.
         precision: "" is float64; the config's if one of the engines has no float64, or with `config.exact` and without
             divided models.
-        tensor: degrees of tensor parallelism; () is the config's. The config has the largest.
+        tensor, context, pipeline: degrees of these; () is the config's. The config has the largest.
     """
 
     config: Config
@@ -189,6 +198,8 @@ class VerifyRequest:
     skip_unavailable: bool = False
     scratch: str = ""
     tensor: Sequence[int] = ()
+    context: Sequence[int] = ()
+    pipeline: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -217,10 +228,13 @@ class VerifyRequest:
     def resolve(self) -> "VerifyRequest":
         """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
-        degrees = tuple(dict.fromkeys(self.tensor or (self.config.parallel.tensor,)))
-        _check_degrees(degrees)
+        degrees: dict[str, Any] = {}
+        for name in DEGREES:
+            degrees[name] = tuple(dict.fromkeys(getattr(self, name) or (getattr(self.config.parallel, name),)))
+            _check_degrees(name, degrees[name])
+        most = {name: max(values) for name, values in degrees.items()}
         # One process and several that share its model differ by rounding, which float64 tells from a mistake.
-        wide = (not self.config.exact or max(degrees) > 1) and all(
+        wide = (not self.config.exact or max(most.values()) > 1) and all(
             ENGINES[name].float64 for name in engines if name in ENGINES
         )
         requested, configured = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
@@ -234,10 +248,21 @@ class VerifyRequest:
             resume_anyway=False,
             on_oom="stop",
             # This checks the other options, too.
-            parallel=dataclasses.replace(self.config.parallel, tensor=max(degrees)),
+            parallel=self.config.parallel.with_degrees(most),
         )
         config = dataclasses.replace(plain, precision=precision)
-        return dataclasses.replace(self, config=config, engines=engines, precision=precision, tensor=degrees)
+        return dataclasses.replace(self, config=config, engines=engines, precision=precision, **degrees)
+
+    @property
+    def divisions(self) -> list[Parallel]:
+        """How models are divided: not at all, unless each list leaves 1 out, then by each degree alone."""
+        values = {name: getattr(self, name) or (1,) for name in DEGREES}
+        found = [_UNDIVIDED] if all(1 in degrees for degrees in values.values()) else []
+        for name, degrees in values.items():
+            for degree in degrees:
+                if degree > 1:
+                    found.append(_UNDIVIDED.with_degrees({name: degree}))
+        return found
 
 
 @dataclass(frozen=True)
@@ -273,14 +298,14 @@ class TrainingSpec:
         return 0
 
 
-def _check_degrees(degrees: Sequence[int]) -> None:
+def _check_degrees(name: str, degrees: Sequence[int]) -> None:
     for degree in degrees:
         if degree < 1:
-            raise ConfigError(f"--parallel.tensor {degree} must be at least 1")
+            raise ConfigError(f"--parallel.{name} {degree} must be at least 1")
 
 
 def combine(
-    engines: Sequence[str], world_sizes: Sequence[int], compiled: bool, degrees: Sequence[int] = (1,)
+    engines: Sequence[str], world_sizes: Sequence[int], compiled: bool, divisions: Sequence[Parallel] = (_UNDIVIDED,)
 ) -> list[Combination]:
     """List every engine at every world size in ascending order, and those of divided models.
 
@@ -289,7 +314,7 @@ def combine(
     A single-process engine appears once.
 
     Args:
-        degrees: of tensor parallelism; each is combined with the world sizes that it divides.
+        divisions: of models; each is combined with the world sizes that its size divides.
 
     Raises:
         ConfigError: an unknown engine, a world size below 1, or degrees that do not fit engines or world sizes.
@@ -309,46 +334,44 @@ def combine(
     for name in single:
         if name in engines or name == PLAIN:
             pairs.append((name, 1))
-    if 1 in degrees:
+    if _UNDIVIDED in divisions:
         pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
     combinations = [
         Combination(name, size, how)
         for how in ((False, True) if compiled else (False,))
         for name, size in dict.fromkeys(pairs)
     ]
-    combinations += _divided(engines, world_sizes, degrees)
+    combinations += _divided(engines, world_sizes, divisions)
     return sorted(combinations, key=lambda entry: (entry.world_size, entry != REFERENCE, entry.compiled))
 
 
-def _divided(engines: Sequence[str], world_sizes: Sequence[int], degrees: Sequence[int]) -> list[Combination]:
+def _divided(engines: Sequence[str], world_sizes: Sequence[int], divisions: Sequence[Parallel]) -> list[Combination]:
     """List the combinations in which several ranks hold one model.
 
     Raises:
         ConfigError: no engine does that, or a degree and the world sizes do not fit.
     """
-    several = [degree for degree in degrees if degree > 1]
+    several = [parallel for parallel in divisions if parallel.size > 1]
     if not several:
         return []
-    shown = ",".join(map(str, degrees))
+    shown = ", ".join(parallel.flags for parallel in several)
     able = [name for name in engines if ENGINES[name].replicas]
     if not able:
-        raise ConfigError(f"--engines {','.join(engines)} does not work with --parallel.tensor {shown} yet; add ddp")
+        raise ConfigError(f"--engines {','.join(engines)} does not work with {shown} yet; add ddp")
     for size in world_sizes:
         # The single process runs in any case.
-        if size > 1 and all(size % degree for degree in degrees):
-            raise ConfigError(
-                f"--world-sizes {size} is not a multiple of --parallel.tensor {shown}; use multiples, or leave it out"
-            )
+        if size > 1 and all(size % parallel.size for parallel in divisions):
+            raise ConfigError(f"--world-sizes {size} is not a multiple of {shown}; use multiples, or leave it out")
     combinations = []
-    for degree in several:
-        sizes = [size for size in world_sizes if size % degree == 0]
+    for parallel in several:
+        sizes = [size for size in world_sizes if size % parallel.size == 0]
         if not sizes:
             raise ConfigError(
-                f"--parallel.tensor {degree}: none of --world-sizes {','.join(map(str, world_sizes))} is a multiple of "
-                f"it; add {degree}"
+                f"{parallel.flags}: none of --world-sizes {','.join(map(str, world_sizes))} is a multiple of "
+                f"it; add {parallel.size}"
             )
         for size in sizes:
-            combinations += [Combination(name, size, tensor=degree) for name in able]
+            combinations += [Combination(name, size, parallel=parallel) for name in able]
     return list(dict.fromkeys(combinations))
 
 
@@ -364,11 +387,11 @@ def with_one_replica(combinations: Sequence[Combination], job_size: int) -> list
     every = list(combinations)
     for combination in combinations:
         one = combination.one_replica
-        if combination.tensor == 1 or one in every:
+        if not combination.is_divided or one in every:
             continue
         if job_size:
             raise ConfigError(
-                f"--exact compares {combination.replicas} replicas of --parallel.tensor {combination.tensor} with one, "
+                f"--exact compares {combination.replicas} replicas of {combination.parallel.flags} with one, "
                 f"which needs {one.world_size} ranks; run it without torchrun"
             )
         every.append(one)
@@ -429,7 +452,7 @@ def run_spec(
     """
     exact = request.config.exact and combination.compiled and combination != _COMPILED
     reference = "reference-compiled" if exact else "reference"
-    several = combination.tensor if fault.divided else combination.world_size
+    several = getattr(combination.parallel, fault.divided) if fault.divided else combination.world_size
     if fault.everywhere or several > 1:
         planted = fault
     else:
@@ -444,7 +467,7 @@ def run_spec(
             coarsest,
             other_kernels=eager,
             measured=measured,
-            divided=combination.tensor > 1,
+            divided=combination.is_divided,
         )
     return TrainingSpec(combination.key, combination, request, folder, reference, tolerance, planted)
 
@@ -530,10 +553,10 @@ class TableRow:
     @property
     def text(self) -> str:
         """The row's text in the table."""
-        degree = self.combination.tensor
+        label = self.combination.parallel.label
         if self.verdict == "equal":
-            return f"bitwise equal to tensor {degree} x 1 replica" if degree > 1 else "bitwise equal"
-        if self.verdict == "close" and degree > 1:
+            return f"bitwise equal to {label} x 1 replica" if label else "bitwise equal"
+        if self.verdict == "close" and label:
             return (
                 f"equal to one process within rounding; the largest difference is {self.apart:.1g} of a gradient, the "
                 f"bound {self.hidden:.1g}"

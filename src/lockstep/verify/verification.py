@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from lockstep.config import cli
+from lockstep.config.parallel_options import DEGREES
 from lockstep.config.schema import DEFAULTS, Config
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.distributed import spawn
@@ -31,7 +32,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.training.start.named_task import load_task
 from lockstep.verify import certificate
-from lockstep.verify.compare import against_one_replica, first_difference, traces_of
+from lockstep.verify.compare import add_losses, against_one_replica, first_difference, traces_of
 from lockstep.verify.faults import fault
 from lockstep.verify.operations import first_unequal
 from lockstep.verify.recorder import TENSORS
@@ -264,7 +265,7 @@ class Verification:
         request = self._request
         job_size = self._executor.world_size
         sizes = [job_size] if job_size else request.world_sizes
-        combinations = combine(request.engines, sizes, request.compile, request.tensor)
+        combinations = combine(request.engines, sizes, request.compile, request.divisions)
         if request.config.exact:
             combinations = with_one_replica(combinations, job_size)
         # With one process, only combinations that need no launcher.
@@ -279,8 +280,9 @@ class Verification:
             self._fault.check(request.config, request.steps, request.resume)
             if all(combination.world_size == 1 for combination in combinations):
                 raise ConfigError(f"--plant {request.plant} needs several ranks; add --world-sizes 2")
-            if self._fault.divided and max(request.tensor) == 1:
-                raise ConfigError(f"--plant {request.plant} needs a divided model; add --parallel.tensor 2")
+            name = self._fault.divided
+            if name and max(getattr(request, name)) == 1:
+                raise ConfigError(f"--plant {request.plant} needs a divided model; add --parallel.{name} 2")
         return combinations
 
     def _refuse(self, combinations: list[Combination]) -> None:
@@ -400,7 +402,7 @@ class Verification:
     def _row(self, combination: Combination, traces: list[dict[str, Any]]) -> TableRow:
         spec = self._spec(combination)
         difference = first_difference(traces_of(spec, self._trace(spec.reference), traces))
-        if combination.tensor > 1:
+        if combination.is_divided:
             return self._row_of_divided(combination, spec, difference, traces)
         comparisons = []
         for trace in traces:
@@ -426,18 +428,21 @@ class Verification:
         verdict = "close"
         if not difference and request.config.exact and combination.replicas > 1:
             # It ran before, as the world sizes are in ascending order.
-            one = read_trace(self._executor.folder, combination.one_replica.key, combination.tensor)
+            one = read_trace(self._executor.folder, combination.one_replica.key, combination.parallel.size)
             if one is None:
                 return TableRow(combination, "not proved", reason=f"{combination.one_replica} has no result")
-            difference = against_one_replica(one, traces, request.config.optim.clip)
+            context = combination.parallel.context
+            difference = against_one_replica(
+                add_losses(one, context), add_losses(traces, context), request.config.optim.clip
+            )
             verdict = "equal"
             if difference:
-                text = f"{difference.text}, compared with tensor {combination.tensor} x 1 replica"
+                text = f"{difference.text}, compared with {combination.parallel.label} x 1 replica"
                 difference = dataclasses.replace(difference, text=text)
         if difference:
             verdict = "different"
         row = self._judge(combination, spec, verdict, difference, traces)
-        return dataclasses.replace(row, apart=_largest_share(self._reference, traces[: combination.tensor]))
+        return dataclasses.replace(row, apart=_largest_share(self._reference, traces[: combination.parallel.size]))
 
     def _judge(
         self,
@@ -844,7 +849,7 @@ def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyR
         "plant_at": own.plant_at,
         "skip_unavailable": own.skip_unavailable,
         "scratch": own.scratch,
-        "tensor": own.tensor,
+        **{name: getattr(own, name) for name in DEGREES},
     }
     return VerifyRequest(dataclasses.replace(config, compile=False), **fields | changes)
 
@@ -873,5 +878,6 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
     for key in ("engines", "world_sizes", "steps", "resume_at", "compile"):
         same[key] = content[key]
     # A certificate of an earlier version has no divided models.
-    same["tensor"] = content.get("tensor", ())
+    for name in DEGREES:
+        same[name] = content.get(name, ())
     return _request(own, proved, **same, precision=proved.precision)

@@ -55,9 +55,9 @@ def run_rank(world: World, say: Callable[..., None], specs: Sequence[TrainingSpe
     """Run the specs in order, and write this rank's trace of each."""
     (specs[0].folder / "traces").mkdir(exist_ok=True)
     # A world of its own for each degree, since the ranks of a world are divided into replicas once.
-    worlds: dict[int, World] = {}
+    worlds: dict[Parallel, World] = {}
     for spec in specs:
-        own = worlds.setdefault(spec.combination.tensor, dataclasses.replace(world))
+        own = worlds.setdefault(spec.combination.parallel, dataclasses.replace(world))
         with _eager_random_numbers(spec):
             trace = _trace(own, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
@@ -256,7 +256,7 @@ def _build(spec: TrainingSpec, world: World, context: FaultContext, name: str) -
             return build_together(config, spec.fault.task(task, context), world, None, BuildRequest(cut=FIXED))
     except LockstepError as error:
         # The loss works in a single process, so its plan is wrong and not the request.
-        if config.parallel.tensor > 1 and isinstance(error.__cause__, RuntimeError | IndexError):
+        if config.parallel.size > 1 and isinstance(error.__cause__, RuntimeError | IndexError):
             raise LockstepError(f"where the model is divided, {error}") from error
         raise
 
@@ -265,7 +265,9 @@ def _config(spec: TrainingSpec, world: World, name: str) -> Config:
     """Return the configuration of a spec's run."""
     base = spec.request.config
     engine = spec.combination.engine
-    degree = spec.combination.tensor
+    parallel = spec.combination.parallel
+    if parallel.size > 1:
+        parallel = base.parallel.with_degrees(parallel.degrees)
     return dataclasses.replace(
         base,
         engine=engine,
@@ -278,7 +280,7 @@ def _config(spec: TrainingSpec, world: World, name: str) -> Config:
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
         # Undivided runs must not have the options of divided ones.
-        parallel=dataclasses.replace(base.parallel, tensor=degree) if degree > 1 else Parallel(),
+        parallel=parallel,
     )
 
 
