@@ -43,6 +43,8 @@ FAULTS = (
     "plain-shard",
     "restarted-positions",
     "unsummed-keys",
+    "local-draws",
+    "tied-ends",
 )
 
 
@@ -63,6 +65,7 @@ def verify(  # noqa: PLR0913
     scratch: str = "",
     tensor: Sequence[int] = (),
     context: Sequence[int] = (),
+    pipeline: Sequence[int] = (),
 ) -> "VerifyTable":
     """Run the same steps in every combination, and compare each with a single process.
 
@@ -82,7 +85,7 @@ def verify(  # noqa: PLR0913
         plant: fault to plant, to check that it is reported (one of lockstep.verify.FAULTS).
         plant_at: step of the fault, from 1.
         skip_unavailable: skip combinations that cannot run here.
-        tensor, context: degrees of these, each at the world sizes that it divides; () is the config's.
+        tensor, context, pipeline: degrees of these, each at the world sizes that it divides; () is the config's.
         scratch: folder for about 4 copies of the model per step; "": the system's.
 
     Returns:
@@ -107,6 +110,7 @@ def verify(  # noqa: PLR0913
         scratch=scratch,
         tensor=tensor,
         context=context,
+        pipeline=pipeline,
     )
     table: VerifyTable = importlib.import_module("lockstep.verify.verification").prove(request)
     return table

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lockstep.config.parallel_options import Parallel
 from lockstep.verify.request import Difference, TrainingSpec, format_numbers
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance, unit_roundoff
 
-__all__ = ["Traces", "against_one_replica", "first_difference", "traces_of"]
+__all__ = ["Traces", "against_one_replica", "first_difference", "join_replicas", "traces_of"]
 
 # Relative change of an evaluation's loss by other kernels, in float32.
 _ROUNDING = 1e-5
@@ -81,12 +82,47 @@ def traces_of(spec: TrainingSpec, reference: dict[str, Any], ranks: list[dict[st
     """Collect the traces of a finished run for `first_difference`."""
     last_step = len(reference["steps"]) - 1
     config = spec.request.config
-    ranks = add_losses(ranks, spec.combination.parallel.context)
+    ranks = join_replicas(ranks, spec.combination.parallel)
     drift = spec.tolerance.drift(last_step, Scales.of(reference["steps"], config)[last_step])
     return Traces(reference, ranks, spec.tolerance, config.optim.clip, drift)
 
 
-def add_losses(ranks: list[dict[str, Any]], context: int) -> list[dict[str, Any]]:
+def join_replicas(ranks: list[dict[str, Any]], parallel: Parallel) -> list[dict[str, Any]]:
+    """Return the traces as those of ranks with whole losses, and with the names that their replica has."""
+    return _join_stages(_add_losses(ranks, parallel.context), parallel.pipeline)
+
+
+def _join_stages(ranks: list[dict[str, Any]], stages: int) -> list[dict[str, Any]]:
+    """Return the traces of `stages` ranks in a row with the last one's losses, and without each other's names."""
+    if stages == 1:
+        return ranks
+    joined = copy.deepcopy(ranks)
+    for trace in joined:
+        first = trace["rank"] - trace["rank"] % stages
+        replica = ranks[first : first + stages]
+        for at, step in enumerate(trace["steps"]):
+            last = replica[-1]["steps"][at]
+            step["loss_dtype"] = last["loss_dtype"]
+            for slot, slot_of_last in zip(step["slots"], last["slots"], strict=True):
+                # An earlier stage has no loss, and the generators are where it has ended.
+                for key in ("loss", "scaled", "drawn"):
+                    slot[key] = slot_of_last[key]
+            for kind in _TENSOR_KINDS:
+                _drop_names_of_others(step, [peer["steps"][at] for peer in replica], kind)
+    return joined
+
+
+def _drop_names_of_others(step: dict[str, Any], replica: list[dict[str, Any]], kind: str) -> None:
+    """Leave out of a stage's missing names those that another stage has."""
+    if kind not in step:
+        return
+    held: set[str] = set()
+    for record in replica:
+        held.update(record.get(kind, {}).get("digests", {}))
+    step[kind]["missing"] = [name for name in step[kind]["missing"] if name not in held]
+
+
+def _add_losses(ranks: list[dict[str, Any]], context: int) -> list[dict[str, Any]]:
     """Return the traces with the losses of whole sequences, of which each of `context` ranks in a row has a part."""
     if context == 1:
         return ranks
@@ -110,6 +146,10 @@ def first_difference(traces: Traces) -> Difference | None:
             if difference:
                 return difference
     return next(_evaluation(traces), None)
+
+
+# Tensors that a trace compares after a step.
+_TENSOR_KINDS = ("initial", "gradient", "weights", "buffers", "optimizer")
 
 
 def _find_changed(traces: Traces, step: int) -> Iterator[Difference]:
@@ -294,7 +334,7 @@ def against_one_replica(one: list[dict[str, Any]], ranks: list[dict[str, Any]], 
 def _compare_step(one: list[dict[str, Any]], ranks: list[dict[str, Any]], at: int) -> dict[str, dict[str, Any]]:
     """Compare the bits of all tensors after a step, as totals over the parts: the ranks may have other ones."""
     results = {}
-    for kind in ("initial", "gradient", "weights", "buffers", "optimizer"):
+    for kind in _TENSOR_KINDS:
         if kind in one[0]["steps"][at]:
             own = _add_parts(trace["steps"][at][kind]["sums"] for trace in ranks)
             wanted = _add_parts(trace["steps"][at][kind]["sums"] for trace in one)
@@ -478,15 +518,15 @@ def _tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Diffe
         if comparison["first"]:
             ranks = [peer for peer, their in records if their["first"]]
             yield Difference(step, stage, comparison["first"]["name"], rank, _describe(comparison["first"]), ranks)
-    for rank, comparison in records[1:]:
-        digests = records[0][1]["digests"]
-        names = []
+    # Of each tensor the first rank that has it, and its bits.
+    known: dict[str, tuple[int, str]] = {}
+    for rank, comparison in records:
         for name, bits in comparison["digests"].items():
-            if digests.get(name, bits) != bits:
-                names.append(name)
-        if names:
-            text = f"its bits differ from the replica on rank {records[0][0]}"
-            yield Difference(step, stage, names[0], rank, text)
+            holder, expected = known.setdefault(name, (rank, bits))
+            if expected != bits:
+                text = f"its bits differ from the replica on rank {holder}"
+                yield Difference(step, stage, name, rank, text)
+                break
 
 
 def _describe(first: dict[str, Any]) -> str:

@@ -19,9 +19,10 @@ from lockstep.engines import mesh_norms
 from lockstep.engines.base import Engine, Evaluate, ForwardingEngine, StepResult
 from lockstep.errors import ConfigError
 from lockstep.loop import seeder
-from lockstep.parallel import activations
+from lockstep.parallel import activations, stages
 from lockstep.parallel import context as parallel_context
 from lockstep.parallel.context import ContextGroup
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
 from lockstep.tensors import local_of
@@ -566,6 +567,30 @@ class UnsummedKeys(_DividedFault):
         return engine
 
 
+@final
+class LocalDraws(_DividedFault):
+    name = "local-draws"
+    divided = "pipeline"
+    stage = "randomness"
+    text = "each stage of a pipeline draws its own random numbers, and does not continue those of the stage before"
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        self.replace(stages, "_set_generators", lambda states, device: None)
+        return engine
+
+
+@final
+class TiedEnds(_DividedFault):
+    name = "tied-ends"
+    divided = "pipeline"
+    stage = "reduction"
+    text = "the gradients of a table that the first and the last stage hold are not added"
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        self.replace(Pipeline, "add_tied", lambda pipeline, model: None)
+        return engine
+
+
 _FAULTS: dict[str, type[Fault]] = {
     kind.name: kind
     for kind in (
@@ -589,6 +614,8 @@ _FAULTS: dict[str, type[Fault]] = {
         PlainShard,
         RestartedPositions,
         UnsummedKeys,
+        LocalDraws,
+        TiedEnds,
     )
 }
 

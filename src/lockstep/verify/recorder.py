@@ -80,6 +80,7 @@ class StepRecorder:
         self._device = device
         self._buffers = {name for name, _ in model.named_buffers()}
         self._slot = -1
+        self._backwards = 0
         self._checked = 0
         self._optimizer: Any = None
         self._first: Any = None
@@ -93,6 +94,7 @@ class StepRecorder:
             for b in micro:
                 slots.append({"micro": b.index, "weight": b.weight, "items": b.items, "data": dict(_digests(b.data))})
             self._slot = -1
+            self._backwards = 0
             self.steps.append({"step": step, "slots": slots, "changed": [], "updates": 0, "rates": []})
             yield step, micro
 
@@ -171,10 +173,14 @@ class StepRecorder:
 
     def record_loss(self, loss: Tensor, weight: float) -> None:
         """Record the loss passed to `backward`, its weight, and the generators after the forward."""
-        self._present["drawn"] = _generators(self._device)
+        slots = self.steps[-1]["slots"]
+        # In a pipeline other forwards come before it.
+        slot = slots[self._backwards % len(slots)]
+        self._backwards += 1
+        slot["drawn"] = _generators(self._device)
         # The host waits for the device here, once for each micro-batch.
-        self._present["scaled"] = float(loss)
-        self._present["share"] = weight
+        slot["scaled"] = float(loss)
+        slot["share"] = weight
         self.steps[-1]["loss_dtype"] = str(loss.dtype).removeprefix("torch.")
 
     def update(self, step: Callable[[], StepResult]) -> StepResult:

@@ -32,7 +32,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.training.start.named_task import load_task
 from lockstep.verify import certificate
-from lockstep.verify.compare import add_losses, against_one_replica, first_difference, traces_of
+from lockstep.verify.compare import against_one_replica, first_difference, join_replicas, traces_of
 from lockstep.verify.faults import fault
 from lockstep.verify.operations import first_unequal
 from lockstep.verify.recorder import TENSORS
@@ -431,9 +431,9 @@ class Verification:
             one = read_trace(self._executor.folder, combination.one_replica.key, combination.parallel.size)
             if one is None:
                 return TableRow(combination, "not proved", reason=f"{combination.one_replica} has no result")
-            context = combination.parallel.context
+            parallel = combination.parallel
             difference = against_one_replica(
-                add_losses(one, context), add_losses(traces, context), request.config.optim.clip
+                join_replicas(one, parallel), join_replicas(traces, parallel), request.config.optim.clip
             )
             verdict = "equal"
             if difference:

@@ -123,7 +123,7 @@ def _trace(world: World, say: Callable[..., None], spec: TrainingSpec) -> dict[s
         if built.setup.source:
             tensors = built.tensors()
             # All ranks read the checkpoint that they wrote together.
-            checkpoint.load(built.setup.source, tensors, world)  # collective
+            checkpoint.load(built.setup.source, tensors, world, leave=built.is_elsewhere)  # collective
             built.load_state_dict(tensors)
             del tensors
         context.model = built.model
@@ -237,6 +237,7 @@ def _training(
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
         after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
+        pipeline=built.pipeline,
     )
     return steps(engine, built.task, watched, exchange, control)
 
