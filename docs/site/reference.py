@@ -32,7 +32,7 @@ GROUPS = {
     "Sections of the configuration": ("Checkpoint", "Data", "EngineOptions", "Guards", "Model", "Optim"),
     "From other libraries": ("from_lightning", "from_trainer"),
     "Parts for your own loop": (
-        *("World", "engine", "loader", "autocast", "step_backward", "gather_for_metrics"),
+        *("World", "engine", "loader", "attention", "autocast", "step_backward", "gather_for_metrics"),
         *("save_state", "load_state"),
     ),
 }
