@@ -73,6 +73,22 @@ def test_a_checkpoint_of_any_degree_resumes_on_any_other(tmp_path):
     assert_close(weights(tmp_path / "one"), weights(tmp_path / "moved"))
 
 
+def _both(world, folder, dropout):
+    return _train(world, folder, 1, Divided(dropout=dropout), parallel=Parallel(tensor=2, context=2), exact=True)
+
+
+def _refused_both(world, folder):
+    with refuses(ConfigError, "--parallel.tensor 2 --parallel.context 2", "dropout"):
+        _both(world, folder, 0.1)
+
+
+def test_layers_and_sequences_are_divided_together(tmp_path):
+    run(_refused_both, 4, tmp_path / "refused")
+    _train(None, tmp_path / "one", 1, Divided(), exact=True)
+    run(_both, 4, tmp_path / "four", 0.0)
+    assert_close(weights(tmp_path / "one"), weights(tmp_path / "four"))
+
+
 class Undescribed(Divided):
     def sequence(self, batch):
         return None
@@ -151,7 +167,7 @@ def test_what_cannot_be_divided_is_refused_first(tmp_path):
         ({"lora": {"rank": 2}}, "lora.rank"),
         ({"compile": True}, "compile"),
         ({"data": {"packing": "documents"}}, "data.packing"),
-        ({"parallel": {"context": 2, "tensor": 2}}, "parallel.tensor 2"),
+        ({"parallel": {"context": 2, "tensor": 2}, "engine": "fsdp"}, "engine fsdp"),
     ):
         with refuses(ConfigError, flag, "parallel.context 2"):
             small_runs.config(tmp_path, **{"parallel": {"context": 2}} | changes)

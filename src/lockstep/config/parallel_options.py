@@ -82,11 +82,14 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # The same, with --parallel.context alone.
 _WITH_CONTEXT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "parallel.tensor": ((1,), "use 1"),
     "data.packing": (("auto", "stream", "blocks", "padded"), "use padded"),
 }
 
 
+# The same, for sequences where layers are divided too. The engines that need one mesh for both are not among them.
+_WITH_LAYERS_AND_SEQUENCES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.stages)), "use auto"),
+}
 # The same, for a pipeline alone.
 _WITH_PIPELINE: dict[str, tuple[tuple[Any, ...], str]] = {
     "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.stages)), "use auto"),
@@ -111,6 +114,8 @@ def check_parallel(config: Any) -> None:
             *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")),
             " of 2 or more; remove it",
         )
+    if config.parallel.tensor > 1 and config.parallel.context > 1:
+        _check(config, "context", _WITH_LAYERS_AND_SEQUENCES)
     tables = {"pipeline": _SUPPORTED | _WITH_PIPELINE, "context": _SUPPORTED | _WITH_CONTEXT, "tensor": _SUPPORTED}
     for degree, table in tables.items():
         if getattr(config.parallel, degree) > 1:

@@ -99,6 +99,12 @@ def divide_sequences(config: Config, task: Task, model: nn.Module, world: World)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise ConfigError(f"{flag}: {name} is a BatchNorm, which would see a part of each sequence; use LayerNorm")
+    if config.parallel.tensor > 1 and (name := _find_dropout(model)):
+        # Each of the two draws for the whole of what it divides, and not for that of the other.
+        raise ConfigError(
+            f"{config.parallel.flags}: '{name}' has dropout, which works with one of them alone yet; set it to 0, or "
+            "leave one out"
+        )
     language_model: Any = inner_task(task)
     if isinstance(language_model, LanguageModel):
         language_model.fit_chunks(2 * degree, flag)
@@ -109,6 +115,16 @@ def divide_sequences(config: Config, task: Task, model: nn.Module, world: World)
     mesh = world.part("cp").mesh
     assert mesh is not None
     return divide_task(task, ContextGroup(mesh, exact=True))
+
+
+def _find_dropout(model: nn.Module) -> str:
+    """Return the name of a module that drops something in training; "" for none."""
+    for name, module in model.named_modules():
+        for attribute in ("p", "dropout", "attention_dropout"):
+            value = getattr(module, attribute, 0.0)
+            if isinstance(value, float) and value > 0.0:
+                return name or type(module).__name__
+    return ""
 
 
 def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, batches: Batches) -> Pipeline | None:
