@@ -76,6 +76,8 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora.rank": ((0,), "use 0"),
     "model.load_in": (("full",), "use full"),
     "guards.audit": ((0,), "use 0"),
+    # The other ranks of the replica would wait in the middle of a layer.
+    "on_oom": (("stop",), "use stop"),
     "optim.name": (("adamw", "adam", "sgd"), "use adamw"),
     "engine_options.cpu_offload": ((False,), "leave it out"),
     "engine_options.meta_init": ((False,), "leave it out"),

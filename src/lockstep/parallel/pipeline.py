@@ -126,7 +126,6 @@ class Pipeline:
         self.stages = stages
         self.is_scheduled = False
         self._shares = True
-        self._stage = stage
         self._index = stage.index
         self._group = stages.group
         self._control = stages.control
@@ -231,7 +230,7 @@ class Pipeline:
                 self._anchor, arrival.hidden.detach(), self
             )
             arrival = arrival._replace(hidden=hidden)
-        output, generators = self._stage.forward(compute, arrival)
+        output, generators = self.stage.forward(compute, arrival)
         with _disable_current_modes():
             # Blocks until the next stage is ready for it.
             self._transfer(output=output, generators=generators)
@@ -302,7 +301,7 @@ class Pipeline:
         self, number: int, loss: Callable[[int], Tensor], arrival: StageInput | None
     ) -> tuple[_InFlight, Tensor | None]:
         """Run a micro-batch's forward; return it with the generators' states."""
-        output, generators = self._stage.forward(lambda: loss(number), arrival)
+        output, generators = self.stage.forward(lambda: loss(number), arrival)
         hidden = None if arrival is None else arrival.hidden
         return _InFlight(number, hidden, output), generators
 
@@ -393,7 +392,7 @@ class Pipeline:
         if self._index.index not in ends:
             return
         parameters = dict(model.named_parameters())
-        for name in self._stage.tied:
+        for name in self.stage.tied:
             parameter = parameters[name]
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
             other = torch.empty_like(own)
