@@ -127,16 +127,26 @@ class OwnAttention(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(29, 8)
+        self.out = nn.Linear(8, 8, bias=False)
         self.head = nn.Linear(8, 29)
 
     def forward(self, ids, positions=None):
         x = self.tokens(ids)[:, None]
-        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
+        return self.head((x + self.out(F.scaled_dot_product_attention(x, x, x, is_causal=True)))[:, 0])
 
 
 class SeesItsPart(Divided):
     def model(self):
         return OwnAttention().double()
+
+
+class BehindZeros(Divided):
+    """At first its loss does not depend on attention."""
+
+    def model(self):
+        model = OwnAttention()
+        nn.init.zeros_(model.out.weight)
+        return model.double()
 
 
 def refused(world, folder):
@@ -149,6 +159,7 @@ def refused(world, folder):
         (ShiftsInLoss, DifferenceError, ("add up to", "shift labels")),
         (NoPositions, DifferenceError, ("add up to", "lockstep.attention")),
         (SeesItsPart, DifferenceError, ("add up to", "lockstep.attention")),
+        (BehindZeros, DifferenceError, ("add up to", "lockstep.attention")),
     ):
         with refuses(error, "--parallel.context 2", *words):
             _train(world, folder, 2, kind())

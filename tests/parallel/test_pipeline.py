@@ -1,6 +1,7 @@
 """Models cut into 2 and 4 stages against one process: gradients, weights, draws, messages, memory, refusals."""
 
 import gc
+import random
 import time
 import weakref
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 from ranks import run
 from refusals import refuses
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.distributed import collectives
 from lockstep.distributed.replicas import form_replicas
@@ -426,6 +428,25 @@ class Reading(Chain):
         return super().forward(x) * 2 if x.sum() > 0 else super().forward(x)
 
 
+class Recomputed(Chain):
+    def forward(self, x):
+        return self.out(checkpoint(nn.Sequential(*self.blocks), self.into(x), use_reentrant=False))
+
+
+class Reentrant(Chain):
+    def forward(self, x):
+        hidden = self.into(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        return self.out(hidden)
+
+
+def frozen(model, *parts):
+    for name in parts:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
 def refused():
     """(model, loss, the message)."""
     yield Chain(blocks_of(1)), sum_loss, "the model has 1 repeated blocks, fewer than stages; use a smaller degree, or"
@@ -454,6 +475,11 @@ def refused():
     outer = Chain(blocks_of())
     outer.blocks[1].change = lambda x: x + outer.into.bias
     yield outer, sum_loss, "blocks.1 uses into.bias, which is not its own; leave the flag out"
+    yield Recomputed(blocks_of()), sum_loss, "the model recomputes blocks 0 and 1 together, which are on two stages"
+    yield Reentrant(blocks_of()), sum_loss, "blocks.0 is called without gradients, as by torch.utils.checkpoint with"
+    yield Chain(blocks_of(change=lambda x: x * random.random())), sum_loss, "blocks.0 draws numbers from Python's"
+    yield frozen(Chain(blocks_of()), "into", "blocks.0"), sum_loss, "stage 0 (the first is 0) has no parameter that is"
+    yield frozen(Chain(blocks_of()), "out", "blocks.1"), sum_loss, "stage 1 (the first is 0) has no parameter that is"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 from toys import Ragged
 
 from lockstep.config.parallel_options import Parallel
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, PeerError
 
 STAGES = Parallel(pipeline=2)
 EXACT = {"exact": True}
@@ -65,9 +65,11 @@ def test_a_run_in_stages_trains_as_one_process(task, tmp_path):
 
 
 def test_gradients_are_added_over_replicas_without_exact_too(tmp_path):
+    """With rules for parameters that one stage alone has."""
     task = TinyGPT(dropout=0.1)
-    trained(None, tmp_path / "one", task, Parallel())
-    run(trained, 4, tmp_path / "four", task, STAGES)
+    rules = {"optim": {"clip": 0.5, "groups": "blocks.0.*: lr=2x; blocks.1.*: decay=0.3; norm.*: lr=0.5x"}}
+    trained(None, tmp_path / "one", task, Parallel(), rules)
+    run(trained, 4, tmp_path / "four", task, STAGES, rules)
     assert_close(weights(tmp_path / "one"), weights(tmp_path / "four"))
 
 
@@ -111,6 +113,15 @@ class With(Chain):
         return network
 
 
+class OwnOptimizer(Chain):
+    """Its optimizer fails on one stage."""
+
+    def optimizer(self, model, config):
+        if "4.weight" not in dict(model.named_parameters()):
+            raise ValueError("no head")
+        return super().optimizer(model, config)
+
+
 class Broken(Chain):
     """A part of the loss after the blocks fails."""
 
@@ -131,6 +142,8 @@ def refused(world, folder):
             train(world, folder, task, 1, **{"parallel": STAGES, **changes})
     with refuses(DataError, "loss", "after the model"):
         trained(world, folder, Broken(), STAGES)
+    with refuses(PeerError if world.rank else DataError, "optimizer", "no head"):
+        trained(world, folder, OwnOptimizer(), STAGES)
     return (folder / "r").exists()
 
 

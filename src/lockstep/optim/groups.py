@@ -57,11 +57,13 @@ class Rules(NamedTuple):
         patterns: the first match of a parameter counts.
         layer_decay: factor of the rate from each layer to the one before it; 1: the same rate in all layers.
         blocks: the model's layers in forward order, for `layer_decay`.
+        elsewhere: names of parameters that other stages of a pipeline have; a pattern may match these alone.
     """
 
     patterns: Sequence[GroupRule] = ()
     layer_decay: float = 1.0
     blocks: Sequence[nn.Module] = ()
+    elsewhere: Collection[str] = ()
 
 
 NO_RULES = Rules()
@@ -166,7 +168,7 @@ def groups(
             decay.
     """
     undecayed: set[torch.Tensor] = set() if decay_embeddings else embeddings(model)
-    chosen = match_rules(model, rules.patterns)
+    chosen = match_rules(model, rules.patterns, rules.elsewhere)
     depths = _depths(model, rules)
     buckets: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
     # `named_parameters` yields a tied parameter once.
@@ -211,12 +213,12 @@ def embeddings(model: nn.Module) -> set[torch.Tensor]:
     return weights
 
 
-def match_rules(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
-    """Map each name to its first matching rule.
+def match_rules(model: nn.Module, rules: Sequence[GroupRule], elsewhere: Collection[str] = ()) -> dict[str, GroupRule]:
+    """Map each name, also those `elsewhere`, to its first matching rule.
 
     Raises ConfigError for a rule without a match.
     """
-    names = [name for name, _ in model.named_parameters()] if rules else []
+    names = [*(name for name, _ in model.named_parameters()), *elsewhere] if rules else []
     matches: dict[str, GroupRule] = {}
     for rule in rules:
         matching = []

@@ -6,7 +6,7 @@ optimizer = make_optimizer(model, config)           # as set by --optim.name and
 `Several` combines several optimizers into one, for tasks that step their own.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any, final
 
 import torch
@@ -101,7 +101,7 @@ class _States(MutableMapping[Any, Any]):
 _FUSED = {"cpu", "cuda"}
 
 
-def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
+def rules_of(config: Config, blocks: Sequence[nn.Module] = (), elsewhere: Collection[str] = ()) -> Rules:
     """Return the rules of `--optim.groups` and `--optim.layer-decay`.
 
     Raises:
@@ -114,16 +114,19 @@ def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
             f"--optim.groups '{assigned[0].pattern}: {assigned[0].by}' needs --optim.name muon, not "
             f"{config.optim.name}; remove '{assigned[0].by}'"
         )
-    return Rules(rules, config.optim.layer_decay, blocks)
+    return Rules(rules, config.optim.layer_decay, blocks, elsewhere)
 
 
-def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: Config, blocks: Sequence[nn.Module] = (), elsewhere: Collection[str] = ()
+) -> torch.optim.Optimizer:
     """Build the optimizer of `--optim.name` from `config`, in which no number is "auto" any more.
 
     Args:
         model: before an engine wraps it.
         config: the run's.
         blocks: the model's layers, in forward order.
+        elsewhere: names of parameters that other stages of a pipeline have.
 
     Raises:
         ConfigError: nothing is trainable, or a rule for groups does not fit the model.
@@ -132,7 +135,7 @@ def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module]
     decay: dict[str, Any] = {
         "weight_decay": optim.weight_decay,
         "decay_embeddings": optim.decay_embeddings,
-        "rules": rules_of(config, blocks),
+        "rules": rules_of(config, blocks, elsewhere),
     }
     if optim.name == "sgd":
         # Exact mode needs arithmetic that does not depend on an element's place in a tensor.

@@ -8,10 +8,12 @@ carries no gradient is found. Nothing is computed, and the model is not changed.
 """
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,7 @@ class BlockUse:
         block_of: parameter -> the block that has it.
         before: parameters from which the first block's input is computed.
         after: parameters from which the loss is computed, besides the last block's output.
+        joined: blocks that the backward computes again together with the block before.
     """
 
     blocks: int
@@ -52,6 +55,7 @@ class BlockUse:
     block_of: Mapping[str, int]
     before: frozenset[Source]
     after: frozenset[Source]
+    joined: frozenset[int]
 
 
 def trace_blocks(
@@ -125,13 +129,15 @@ class _Chain:
         self._before = _NOTHING
         self._input = _NOTHING
         self._carrier: int | str = 0
+        self._recomputed: list[Any] = []
+        self._draws: Any = None
 
     def watch(self, sources: "_Sources", flag: str) -> None:
         """Look at each block's input and output."""
         for number, block in enumerate(self._blocks):
 
             def enter(module: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
-                self._enter(number, args, kwargs, sources, flag)
+                self._enter(module, number, args, kwargs, sources, flag)
 
             def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, number: int = number) -> Tensor:
                 return self._leave(number, output, sources, flag)
@@ -139,7 +145,7 @@ class _Chain:
             block.register_forward_pre_hook(enter, with_kwargs=True)
             block.register_forward_hook(leave, with_kwargs=True)
 
-    def _enter(self, number: int, args: Any, kwargs: Any, sources: "_Sources", flag: str) -> None:
+    def _enter(self, module: nn.Module, number: int, args: Any, kwargs: Any, sources: "_Sources", flag: str) -> None:
         where = f"{flag}: {self._labels[number]}"
         if number != len(self._outputs):
             if number < len(self._outputs):
@@ -161,8 +167,19 @@ class _Chain:
             self._check_others(sources.of(arguments), where)
         else:
             self._before = sources.of(arguments)
+        self._recomputed.append(_recomputation())
+        # A module with a call of its own, as those of transformers, recomputes inside, where the others pass on.
+        if not torch.is_grad_enabled() and type(module).__call__ is nn.Module.__call__ and self._trains(number):
+            raise ConfigError(
+                f"{where} is called without gradients, as by torch.utils.checkpoint with use_reentrant=True; pass "
+                "use_reentrant=False, or use --activation-checkpointing"
+            )
+        self._draws = _other_generators()
         # Taken here: a block may write to its input.
         self._input = sources.of((args, kwargs))
+
+    def _trains(self, number: int) -> bool:
+        return any(parameter.requires_grad for parameter in self._blocks[number].parameters())
 
     def _check_others(self, found: frozenset[Source], where: str) -> None:
         """Refuse arguments that a later stage could not compute by itself."""
@@ -179,6 +196,12 @@ class _Chain:
             raise ConfigError(
                 f"{where} returns {_describe(output)}; a block of a pipeline returns one floating-point tensor "
                 "[batch, ...]"
+            )
+        if _other_generators() != self._draws:
+            # The previous stage sends states of torch's generators alone.
+            raise ConfigError(
+                f"{where} draws numbers from Python's `random` or NumPy, which each stage would repeat; draw them by "
+                "torch, or leave the flag out"
             )
         for source in sorted(sources.of(output) - self._input, key=str):
             if isinstance(source, int) or self._owners.get(source) != number:
@@ -208,7 +231,28 @@ class _Chain:
                     "flag out"
                 )
         # Of two blocks or more, the second has shown where hidden states are.
-        return BlockUse(last + 1, self._carrier, self._owners, self._before, found - {last})
+        joined = set()
+        for number in range(1, last + 1):
+            region = self._recomputed[number]
+            if region is not None and region is self._recomputed[number - 1]:
+                joined.add(number)
+        return BlockUse(last + 1, self._carrier, self._owners, self._before, found - {last}, frozenset(joined))
+
+
+def _other_generators() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators."""
+    state: Any = np.random.get_state(legacy=True)
+    _, keys, *others = state
+    return random.getstate(), keys.tobytes(), *others
+
+
+def _recomputation() -> Any:
+    """Return an object that is the same throughout one call of torch.utils.checkpoint; None outside of any."""
+    # Private: torch has no public way to tell. By name, as other hooks keep tensors and compute nothing again.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook"):
+        return hooks[0]
+    return None
 
 
 def _describe(output: Any) -> str:

@@ -93,7 +93,12 @@ class _StageEntry(_PassThrough):
 
     def _pass(self, hidden: Tensor) -> Tensor:
         arrival = self._inbox.arrival
-        assert arrival is not None
+        if arrival is None:
+            raise ConfigError(
+                "--parallel.pipeline: the task calls the model's blocks twice for a micro-batch, which has arrived "
+                "once; call the model once"
+            )
+        self._inbox.arrival = None
         # Here and not before the forward: what runs before the blocks draws too, on every stage.
         _set_generators(arrival.generators, arrival.hidden.device)
         return arrival.hidden
@@ -142,6 +147,11 @@ class PipelineStage:
         """The trained parameters that the first and the last stage hold, in the model's order."""
         return [name for name in self.trained if len(self.holders[name]) > 1]
 
+    @property
+    def parameters_elsewhere(self) -> list[str]:
+        """The parameters that this stage does not hold, in the model's order."""
+        return [name for name, stages in self.holders.items() if self.index.index not in stages]
+
     def forward(self, loss: Callable[[], Any], arrival: StageInput | None) -> tuple[Any, Tensor | None]:
         """Run the task's loss of a micro-batch as far as this stage goes.
 
@@ -157,19 +167,24 @@ class PipelineStage:
             ConfigError: the loss did not call this stage's blocks.
         """
         self._inbox.arrival = arrival
+        generators: Tensor | None = None
+        is_end = self.index.is_last
         try:
             output = loss()
         except _StageEnd as end:
-            return end.output, generator_states(end.output.device)
+            output = end.output
+            is_end = True
+            generators = generator_states(output.device)
         finally:
             # The graph holds what the backward needs.
+            is_taken = self._inbox.arrival is None
             self._inbox.arrival = None
-        if not self.index.is_last:
+        if not (is_end and is_taken):
             raise ConfigError(
                 f"{_flag(self.index.stages)}: the task's loss returned without a call of every block; call the model "
                 "in the loss of every micro-batch"
             )
-        return output, None
+        return output, generators
 
 
 def generator_states(device: torch.device) -> Tensor:
@@ -249,6 +264,14 @@ def cut_stage(
     parameters = dict(model.named_parameters())
     names = set(model.state_dict())
     stage = PipelineStage(index, parameters, _place(parameters, use, index))
+    _check_trained(stage, flag)
+    for number in range(1, index.stages):
+        first = StageIndex(number, index.stages).own(len(blocks)).start
+        if first in use.joined:
+            raise ConfigError(
+                f"{flag}: the model recomputes blocks {first - 1} and {first} together, which are on two stages; "
+                "give torch.utils.checkpoint one block at a time, or use --activation-checkpointing"
+            )
     own = index.own(len(blocks))
     for number, block in enumerate(blocks):
         if number not in own:
@@ -279,6 +302,19 @@ def _place(parameters: Mapping[str, Tensor], use: BlockUse, index: StageIndex) -
             # What no forward uses is on the first stage too, so that a checkpoint has it.
             holders[name] = (0,)
     return holders
+
+
+def _check_trained(stage: PipelineStage, flag: str) -> None:
+    """Refuse a stage without a trained parameter: it would have no optimizer. The same on every stage."""
+    trains = set()
+    for name in stage.trained:
+        trains.update(stage.holders[name])
+    for number in range(stage.index.stages):
+        if number not in trains:
+            raise ConfigError(
+                f"{flag}: stage {number} (the first is 0) has no parameter that is trained; use a smaller degree, or "
+                "train some of its blocks"
+            )
 
 
 def _replacement(number: int, own: range) -> type[_PassThrough]:

@@ -196,6 +196,9 @@ def build_together(
     # Most runs that do not fit end in the first forward.
     with explain_out_of_memory(engine, world), cut_trial(settings, world, is_open=built.run_plan.cut == BY_RANKS):
         check_in_optimizer(engine.model, groups.optimizer, unfrozen)
+        if pipeline:
+            # Each stage made an optimizer of its own; in the trial the others would wait for one that failed.
+            world.agree()
         _try_task(built, trial_data)  # collective
         # Free the samples before the model is compiled.
         del trial_data

@@ -318,17 +318,19 @@ def _set_groups(task: Task, steps: int, groups: list[dict[str, Any]]) -> None:
     set_groups(task, groups, current_step(task), steps)
 
 
-def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
+def build_optimizer(config: Config, task: Task, model: nn.Module, pipeline: Pipeline | None = None) -> Optimizer:
     """Make the task's own optimizer, or the configured one, over the engine's model."""
     task_blocks = task.blocks(model)
     if task_blocks is None:
         layers = repeated_layers(model)
     else:
         layers = list(task_blocks)
-    return _task_optimizer(config, task, model) or make_optimizer(model, config, layers)
+    # A rule of --optim.groups may name parameters of one stage alone.
+    elsewhere = pipeline.stage.parameters_elsewhere if pipeline else ()
+    return _task_optimizer(config, task, model, pipeline) or make_optimizer(model, config, layers, elsewhere)
 
 
-def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+def _task_optimizer(config: Config, task: Task, model: nn.Module, pipeline: Pipeline | None) -> Optimizer | None:
     """Call the task's `optimizer`, and check its result.
 
     Raises:
@@ -356,6 +358,11 @@ def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer |
         )
     known = set(model.parameters())
     foreign = sum(parameter not in known for group in optimizer.param_groups for parameter in group["params"])
+    if foreign and pipeline:
+        raise ConfigError(
+            f"--parallel.pipeline {pipeline.stages.size}: the task's `optimizer` has {foreign} tensors that are no "
+            "parameters of this stage; make its groups from `model.named_parameters()`"
+        )
     if foreign:
         raise ConfigError(
             f"the task's `optimizer` has {foreign} parameters of another model than its argument `model`: use that "
@@ -420,14 +427,14 @@ def build_engine(  # noqa: PLR0913
     def make(engine_model: nn.Module) -> Optimizer:
         if groups.optimizer is not None:
             return groups.optimizer
-        return groups.set_optimizer(build_optimizer(config, task, engine_model))
+        return groups.set_optimizer(build_optimizer(config, task, engine_model, pipeline))
 
     def remake(engine_model: nn.Module, before: Optimizer) -> Optimizer:
         # An optimizer of the task stays while it has all trained parameters.
         trained = {id(p) for p in engine_model.parameters() if p.requires_grad}
         if has_own(task, "optimizer") and trained <= {id(p) for group in before.param_groups for p in group["params"]}:
             return before
-        return groups.set_optimizer(build_optimizer(config, task, engine_model))
+        return groups.set_optimizer(build_optimizer(config, task, engine_model, pipeline))
 
     def store_trained(trained: TrainedSet) -> None:
         state.trained = trained

@@ -34,6 +34,7 @@ from lockstep.passes import split_loss
 from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
+from lockstep.tensors import local_of
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
 from lockstep.training.trial.isolation import leaves, training_modes
 from lockstep.training.trial.loss_check import (
@@ -644,8 +645,9 @@ def _check_context_ranks(trial: Trial, first: MicroBatch) -> None:
         finally:
             at_rest(trial.model)
 
-    parts = world.gather(on_all_ranks(world, lambda: compute(lambda: task.loss(trial.model, data))))  # collective
-    whole = on_all_ranks(world, lambda: compute(lambda: loss_of_whole(task, trial.model, data)))  # collective
+    with _fill_zeros(trial.model):
+        parts = world.gather(on_all_ranks(world, lambda: compute(lambda: task.loss(trial.model, data))))  # collective
+        whole = on_all_ranks(world, lambda: compute(lambda: loss_of_whole(task, trial.model, data)))  # collective
     wholes = world.gather_counted(whole)  # collective
     limit = trial.limit if trial.is_low_precision else _SAME_SUM
     width = world.replica.size
@@ -659,6 +661,25 @@ def _check_context_ranks(trial: Trial, first: MicroBatch) -> None:
                 f"add up to {total:.8g}, where one rank has {whole:.8g} of the whole: compute attention by "
                 "lockstep.attention, let no other layer mix positions, shift labels in `collate`, and return a sum"
             )
+
+
+@contextlib.contextmanager
+def _fill_zeros(model: nn.Module) -> Iterator[None]:
+    """Give parameters that are all zero some values for a while: the loss depends on no layer before such a one."""
+    # The same on every rank, which holds the same zeros.
+    generator = torch.Generator().manual_seed(0)
+    filled = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = local_of(parameter)
+            if local.is_floating_point() and local.numel() and not local.any():
+                local.copy_(0.1 * torch.randn(local.shape, generator=generator))
+                filled.append(local)
+    try:
+        yield
+    finally:
+        for local in filled:
+            local.detach().zero_()
 
 
 def _try_update(trial: Trial, first: MicroBatch) -> None:
