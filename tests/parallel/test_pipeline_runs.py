@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, DataError, PeerError
 
 STAGES = Parallel(pipeline=2)
 EXACT = {"exact": True}
-CHANGES = {"optim": {"clip": 0.5, "ema": 0.9}}
+CHANGES = {"optim": {"clip": 0.5, "ema": 0.9, "layer_decay": 0.8}}
 
 
 class Residual(nn.Module):

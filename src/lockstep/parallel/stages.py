@@ -125,6 +125,7 @@ class PipelineStage:
         trained: those that were trained when the model was cut.
         norm_dtype: of the norm of the trained ones.
         elsewhere: names in the whole model's `state_dict()` that this stage does not have.
+        blocks: of all stages, in order; those of other stages have no parameters here.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class PipelineStage:
         self.index = index
         self.holders = holders
         self.elsewhere: set[str] = set()
+        self.blocks: Sequence[nn.Module] = ()
         self.trained: list[str] = []
         self.norm_dtype = torch.float32
         for name, parameter in parameters.items():
@@ -282,6 +284,7 @@ def cut_stage(
             dropped.add(parameters[name])
     _drop(model, dropped)
     stage.elsewhere = names - set(model.state_dict())
+    stage.blocks = blocks
     return stage
 
 
@@ -306,7 +309,7 @@ def _place(parameters: Mapping[str, Tensor], use: BlockUse, index: StageIndex) -
 
 def _check_trained(stage: PipelineStage, flag: str) -> None:
     """Refuse a stage without a trained parameter: it would have no optimizer. The same on every stage."""
-    trains = set()
+    trains: set[int] = set()
     for name in stage.trained:
         trains.update(stage.holders[name])
     for number in range(stage.index.stages):

@@ -321,7 +321,10 @@ def _set_groups(task: Task, steps: int, groups: list[dict[str, Any]]) -> None:
 def build_optimizer(config: Config, task: Task, model: nn.Module, pipeline: Pipeline | None = None) -> Optimizer:
     """Make the task's own optimizer, or the configured one, over the engine's model."""
     task_blocks = task.blocks(model)
-    if task_blocks is None:
+    if pipeline:
+        # Those of other stages count for the depth of a layer.
+        layers = list(pipeline.stage.blocks)
+    elif task_blocks is None:
         layers = repeated_layers(model)
     else:
         layers = list(task_blocks)
