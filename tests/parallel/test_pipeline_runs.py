@@ -9,6 +9,7 @@ from refusals import refuses
 from torch import nn
 from toys import Ragged
 
+import lockstep
 from lockstep.config.parallel_options import Parallel
 from lockstep.errors import ConfigError, DataError, PeerError
 
@@ -81,6 +82,34 @@ def test_a_checkpoint_of_stages_resumes_in_any_other_way(tmp_path):
         run(trained, ranks, moved, task, parallel, {"stop_at": stop})
     trained(None, moved, task, Parallel())
     assert_close(weights(tmp_path / "one"), weights(moved))
+
+
+class Average:
+    """A user's average of the parameters that this stage has."""
+
+    def __init__(self, model):
+        self.held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state):
+        assert all(state[name] is tensor for name, tensor in self.held.items())
+
+
+def _in_bf16(world, folder, parallel, stop):
+    """Steps under autocast, which wraps the model's forward, with an object of the caller's in the checkpoints."""
+    changes = {"parallel": parallel, "precision": "bf16", "max_steps": 2, "stop_at": stop, "report": False}
+    with lockstep.Run(small_runs.config(folder, **changes), Chain(), world) as made:
+        made.keep("average", Average(made.model))
+        return [float(step.loss) for step in made]
+
+
+def test_stages_in_bf16_resume_with_the_callers_own_object(tmp_path):
+    losses = _in_bf16(None, tmp_path / "one", Parallel(), 0)
+    found = [run(_in_bf16, 2, tmp_path / "two", STAGES, stop)[0] for stop in (1, 0)]
+    assert [len(each) for each in found] == [1, 1]
+    assert [*found[0], *found[1]] == pytest.approx(losses, rel=1e-2)
 
 
 class Evaluating(TinyGPT):

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ConfigError
 
@@ -87,8 +88,11 @@ def trace_blocks(
                 sources.add(each, frozenset([name]))
     # A copy of the modules and not of their tensors: a forward may write to its model.
     shadow = copy.deepcopy(model, memo)
-    chain = _Chain([shadow.get_submodule(label) for label in labels], labels, _owners(model, blocks, labels, flag))
-    chain.watch(sources, flag)
+    chain = _Chain(labels, _owners(model, blocks, labels, flag))
+    # A forward that was wrapped, as for autocast, calls the model's own blocks in the shadow too.
+    handles = []
+    for held in ([shadow.get_submodule(label) for label in labels], blocks):
+        handles += chain.watch(held, sources, flag)
     fake_batch = tree_map_only(Tensor, fakes.from_tensor, batch)
     try:
         # Fake draws leave the generators alone, but a task may draw numbers of its own.
@@ -99,6 +103,9 @@ def trace_blocks(
             f"{flag}: the loss decides by the values of tensors ({error}), so what its stages compute is not known; "
             "compute it without reading values, or leave the flag out"
         ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
     return chain.conclude(sources.of(total), flag)
 
 
@@ -121,8 +128,7 @@ def _owners(model: nn.Module, blocks: Sequence[nn.Module], labels: Sequence[str]
 class _Chain:
     """The blocks of a shadow model, and what their calls showed."""
 
-    def __init__(self, blocks: Sequence[nn.Module], labels: Sequence[str], owners: dict[str, int]) -> None:
-        self._blocks = blocks
+    def __init__(self, labels: Sequence[str], owners: dict[str, int]) -> None:
         self._labels = labels
         self._owners = owners
         self._outputs: list[Tensor] = []
@@ -132,9 +138,10 @@ class _Chain:
         self._recomputed: list[Any] = []
         self._draws: Any = None
 
-    def watch(self, sources: "_Sources", flag: str) -> None:
-        """Look at each block's input and output."""
-        for number, block in enumerate(self._blocks):
+    def watch(self, blocks: Sequence[nn.Module], sources: "_Sources", flag: str) -> list[RemovableHandle]:
+        """Look at each block's input and output, until the handles are removed."""
+        handles = []
+        for number, block in enumerate(blocks):
 
             def enter(module: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
                 self._enter(module, number, args, kwargs, sources, flag)
@@ -142,8 +149,9 @@ class _Chain:
             def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, number: int = number) -> Tensor:
                 return self._leave(number, output, sources, flag)
 
-            block.register_forward_pre_hook(enter, with_kwargs=True)
-            block.register_forward_hook(leave, with_kwargs=True)
+            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(leave, with_kwargs=True))
+        return handles
 
     def _enter(self, module: nn.Module, number: int, args: Any, kwargs: Any, sources: "_Sources", flag: str) -> None:
         where = f"{flag}: {self._labels[number]}"
@@ -214,7 +222,7 @@ class _Chain:
 
     def conclude(self, found: frozenset[Source], flag: str) -> BlockUse:
         """Return what the loss uses, given what it was computed from."""
-        last = len(self._blocks) - 1
+        last = len(self._labels) - 1
         if len(self._outputs) <= last:
             raise ConfigError(
                 f"{flag}: the loss does not call {self._labels[len(self._outputs)]}; return the blocks that it calls"

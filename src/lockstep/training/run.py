@@ -202,7 +202,9 @@ class Run:
             survives_loss = self._status.ranks.member is not None
             self._status.inputs.copy_tensors(tensors, survives_loss=survives_loss)
         else:
-            checkpoint.load(built.setup.source, tensors, built.world, verified=True)  # collective
+            checkpoint.load(
+                built.setup.source, tensors, built.world, verified=True, leave=built.is_elsewhere
+            )  # collective
             built.load_state_dict(tensors)
 
     @property

@@ -157,10 +157,13 @@ class RunParts:
     def is_elsewhere(self, name: str) -> bool:
         """Whether another stage of the pipeline has a tensor of a checkpoint, and this one has not."""
         group, _, key = name.partition("/")
-        if self.pipeline is None or group == "task" or group.startswith("kept."):
+        if self.pipeline is None or group == "task":
             return False
-        # A parameter or buffer, or `PARAMETER/KEY` of an optimizer's state.
         elsewhere = self.pipeline.stage.elsewhere
+        if group.startswith("kept."):
+            # An average over this stage's parameters has their names; another object may have all on every stage.
+            return key in elsewhere and name not in self.object_tensors(group.removeprefix("kept."))
+        # A parameter or buffer, or `PARAMETER/KEY` of an optimizer's state.
         return key in elsewhere or key.rpartition("/")[0] in elsewhere
 
     def keep(self, name: str, user_object: Any) -> None:
