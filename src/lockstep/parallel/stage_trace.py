@@ -177,7 +177,7 @@ class _Chain:
             self._before = sources.of(arguments)
         self._recomputed.append(_recomputation())
         # A module with a call of its own, as those of transformers, recomputes inside, where the others pass on.
-        if not torch.is_grad_enabled() and type(module).__call__ is nn.Module.__call__ and self._trains(number):
+        if not torch.is_grad_enabled() and type(module).__call__ is nn.Module.__call__ and _trains(module):
             raise ConfigError(
                 f"{where} is called without gradients, as by torch.utils.checkpoint with use_reentrant=True; pass "
                 "use_reentrant=False, or use --activation-checkpointing"
@@ -185,9 +185,6 @@ class _Chain:
         self._draws = _other_generators()
         # Taken here: a block may write to its input.
         self._input = sources.of((args, kwargs))
-
-    def _trains(self, number: int) -> bool:
-        return any(parameter.requires_grad for parameter in self._blocks[number].parameters())
 
     def _check_others(self, found: frozenset[Source], where: str) -> None:
         """Refuse arguments that a later stage could not compute by itself."""
@@ -245,6 +242,10 @@ class _Chain:
             if region is not None and region is self._recomputed[number - 1]:
                 joined.add(number)
         return BlockUse(last + 1, self._carrier, self._owners, self._before, found - {last}, frozenset(joined))
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _other_generators() -> tuple[Any, ...]:
