@@ -224,7 +224,9 @@ def check_pipeline(stages: int, micro_batches: int, task: Task, *, hooks: bool =
             f"{_flag(stages)}: a replica has {micro_batches} micro-batches a step, fewer than stages; use a degree of "
             f"at most {micro_batches}, or a smaller --micro-batch-size"
         )
-    methods = [(f"the task's `{name}`", has_own(task, name)) for name in ("penalty", "evaluate", "state_dict")]
+    methods = [
+        (f"the task's `{name}`", has_own(task, name)) for name in ("penalty", "evaluate", "state_dict", "set_groups")
+    ]
     for name, is_used in (
         *methods,
         ("the task's `own_steps`", task.own_steps is not None),
