@@ -5,9 +5,10 @@
 
 Every stage runs the whole of `loss`. Its own blocks compute; the block before them returns the hidden states that the
 previous stage sent, and the one after them carries its input out of the loss by an exception. What runs before the
-blocks on a later stage computes with zeros in place of parameters, and its result is dropped.
+blocks on a later stage computes with NaN in place of parameters, and its result is dropped.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -341,13 +342,18 @@ def _replace(block: Any, kind: type[_PassThrough], carrier: int | str, inbox: _I
 
 
 def _drop(model: nn.Module, dropped: set[Tensor]) -> None:
-    """Put zeros of the same shape and of one element's memory in the place of parameters."""
+    """Put NaN of the same shape and of one element's memory in the place of parameters.
+
+    What uses them where it must not, such as metrics, is then NaN and not a plausible number.
+    """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in dropped:
                 delattr(module, name)
                 # A plain attribute: neither the optimizer nor a checkpoint may see it.
-                setattr(module, name, parameter.new_zeros(()).expand(parameter.shape))
+                is_float = parameter.is_floating_point() or parameter.is_complex()
+                stub = parameter.new_full((), math.nan if is_float else 0)
+                setattr(module, name, stub.expand(parameter.shape))
 
 
 def _flag(stages: int) -> str:
