@@ -1,10 +1,9 @@
 """A model over two processes against one and two replicas: python bench/parallel.py [--rounds 10] [--steps 3]
 
 A GPT of 5.8 million parameters, one thread a process, a step of 16 sequences in 4 micro-batches, by turns in one pair
-of processes. `one` is rank 0 alone, `two replicas` are ddp without division; `tensor 2` divides each layer.
-Ratios are to `one`, below 1 is faster. On a CPU a message costs little compared with a product, so the ratios are those
-of the division, not of a link between GPUs. `sent`, `messages` and `memory` (as a share of one process) are planned:
-what a rank sends to its replica in a micro-batch.
+of processes. `one` is rank 0 alone, `two replicas` are ddp without division; `tensor 2` divides each layer,
+`pipeline 2` the blocks. Ratios are to `one`, below 1 is faster. On a CPU a message costs little compared with a
+product, so the ratios are those of the division, not of a link between GPUs.
 """
 
 import argparse
@@ -20,13 +19,9 @@ import lockstep
 from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
-from lockstep.diagnose.plan.devices import device_of
-from lockstep.diagnose.plan.estimate import Planner
-from lockstep.diagnose.plan.subject import subject_of
 from lockstep.distributed.world import World
 
-# `lockstep plan`, which gives what is sent, knows no other degree yet.
-DEGREES = ("tensor",)
+DEGREES = ("tensor", "pipeline")
 
 
 def config_of(folder, name, **degrees):
@@ -69,18 +64,6 @@ def compete(world, folder, rounds, steps):
     return contest(steppers, rounds=rounds, steps=steps, barrier=world.barrier)
 
 
-def sent(name):
-    """Return (bytes, messages) of a micro-batch by the plan, and the share of the planned memory of one process."""
-    peaks = []
-    for degrees in ({}, {name: 2}):
-        config = config_of("", "plan", **degrees)
-        planner = Planner(config, subject_of(config, SmallGpt(), print), 2 if degrees else 1, device_of("cpu"))
-        estimate = planner.estimate(planner.config)
-        peaks.append(estimate.peak)
-    work = estimate.work["compute"]
-    return int(work.sent), int(work.messages), peaks[1] / peaks[0]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
@@ -88,8 +71,6 @@ def main():
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = together(2, compete, folder, given.rounds, given.steps)
-    for name in DEGREES:
-        results[f"{name} 2"] |= dict(zip(("sent", "messages", "memory"), sent(name), strict=True))
     show("a step on two processes", results, **machine())
 
 

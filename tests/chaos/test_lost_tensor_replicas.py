@@ -67,7 +67,7 @@ def tensors(run):
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """What an undisturbed run of one replica leaves."""
+    """Return the state that an undisturbed run of one replica ends with."""
     run = launched(tmp_path_factory.mktemp("whole") / "runs", "--exact", "--max-steps", "14", processes=2)
     assert run.code == 0, run.said
     return run

@@ -163,8 +163,6 @@ def refused(world, folder):
     ):
         with refuses(error, "--parallel.context 2", *words):
             _train(world, folder, 2, kind())
-    with refuses(ConfigError, "--engine fsdp", "--exact", "--parallel.context 2", "--engine ddp"):
-        _train(world, folder, 2, exact=True, engine="fsdp")
     with refuses(ConfigError, "--parallel.context 3", "2 ranks", "multiple of 3"):
         _train(world, folder, 3)
     return (folder / "r").exists()
@@ -179,6 +177,7 @@ def test_what_cannot_be_divided_is_refused_first(tmp_path):
         ({"compile": True}, "compile"),
         ({"data": {"packing": "documents"}}, "data.packing"),
         ({"parallel": {"context": 2, "tensor": 2}, "engine": "fsdp"}, "engine fsdp"),
+        ({"exact": True, "engine": "fsdp"}, "engine fsdp with exact"),
     ):
         with refuses(ConfigError, flag, "parallel.context 2"):
             small_runs.config(tmp_path, **{"parallel": {"context": 2}} | changes)

@@ -118,7 +118,7 @@ def read(record):
 
 
 def test_what_is_kept_of_a_step_holds_no_tensor():
-    exchange = SimpleNamespace(totals=lambda values: values)
+    exchange = SimpleNamespace(totals=lambda values, losses: values)
     meter = Meter(exchange, make_clock(torch.device("cpu")), torch.device("cpu"))
     held = []
     for step in range(5):
@@ -135,7 +135,7 @@ def test_what_is_kept_of_a_step_holds_no_tensor():
 
 def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():
     """Nor in that of the window after, which begins anew; a window of such steps alone has none."""
-    exchange = SimpleNamespace(totals=lambda values: values)
+    exchange = SimpleNamespace(totals=lambda values, losses: values)
     meter = Meter(exchange, make_clock(torch.device("cpu")), torch.device("cpu"))
     for losses, mean in (([2.0, math.nan, 4.0, math.inf, 9.0], 5.0), ([1.0, 2.0, 3.0, 4.0, 5.0], 3.0)):
         for step, loss in enumerate(losses):

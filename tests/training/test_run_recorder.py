@@ -176,7 +176,8 @@ def test_a_changed_frequency_counts_the_steps_of_the_window(tmp_path):
 def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     now = iter([10.0, 14.0, 15.0, 25.0])
     monkeypatch.setattr("lockstep.training.step.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
-    exchange, clock = SimpleNamespace(totals=list), SimpleNamespace(read=lambda: {"data": 2.0, "forward": 5.0})
+    exchange = SimpleNamespace(totals=lambda values, losses: values)
+    clock = SimpleNamespace(read=lambda: {"data": 2.0, "forward": 5.0})
     meter = Meter(exchange, clock, torch.device("cpu"))
     for step, items in enumerate((20, 12)):
         meter.add(ReadStep(StepRecord(step, items, [], None, 1.0), [], 7.0 + step, [3.0 * items]))
@@ -404,6 +405,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
             is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2, replica=SimpleNamespace(size=1)
         ),
         engine=SimpleNamespace(model=model),
+        pipeline=None,
         task=task,
         state=RunState(),
         switched=None,

@@ -6,10 +6,11 @@ from planting import first_differences, settings
 from refusals import refuses
 
 import lockstep
+from lockstep.config.parallel_options import Parallel
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
 from lockstep.verify.faults import fault
-from lockstep.verify.request import VerifyRequest
+from lockstep.verify.request import VerifyRequest, combine
 
 TASKS = {
     "context": tasks.Sequences(samples=60, dropout=0.1),
@@ -72,8 +73,17 @@ def test_replicas_have_the_bits_of_one(degree, batch_size):
     assert several.text == f"bitwise equal to {degree} 2 x 1 replica"
 
 
-def test_degrees_are_compared_one_at_a_time():
+def test_degrees_are_compared_one_at_a_time_where_they_work():
     request = VerifyRequest(settings(), engines=("ddp",), tensor=(1, 2), context=(1, 2)).resolve()
     assert [parallel.label for parallel in request.divisions] == ["", "tensor 2", "context 2"]
+    for exact, degrees, able in (
+        (False, {"pipeline": 2}, ["ddp"]),
+        (False, {"context": 2}, ["ddp", "fsdp"]),
+        (True, {"context": 2}, ["ddp"]),
+    ):
+        made = combine(("single", "ddp", "fsdp", "zero"), (2,), False, (Parallel(**degrees),), exact=exact)
+        assert [one.engine for one in made] == ["single", *able]
+    with refuses(ConfigError, "--engines fsdp", "--parallel.pipeline 2"):
+        combine(("fsdp",), (2,), False, (Parallel(pipeline=2),))
     with refuses(ConfigError, "unsummed-keys", "--parallel.context 2"):
         lockstep.verify(TASKS["context"], settings(), engines=("ddp",), plant="unsummed-keys")

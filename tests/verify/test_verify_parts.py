@@ -537,6 +537,7 @@ def test_under_torchrun_rank_0_alone_speaks_and_writes(tmp_path, monkeypatch, ca
         "scratch": "",
         "tensor": [],
         "context": [],
+        "pipeline": [],
         "against": "",
         "out": str(tmp_path / "made.json"),
         "named": [],

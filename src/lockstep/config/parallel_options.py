@@ -65,6 +65,13 @@ class Parallel:
 DEGREES = ("tensor", "context", "pipeline")
 
 
+def supports(engine: str, parallel: Parallel, *, exact: bool) -> bool:
+    """Whether an engine trains models that are divided so."""
+    sums_by_itself = ENGINES[engine].stages
+    needs_own_sums = parallel.pipeline > 1 or (parallel.context > 1 and (exact or parallel.tensor > 1))
+    return ENGINES[engine].replicas and (sums_by_itself or not needs_own_sums)
+
+
 # Option -> (the values that work with several ranks for one model, the way out).
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.replicas)), "use auto"),
@@ -86,15 +93,8 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 _WITH_CONTEXT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.packing": (("auto", "stream", "blocks", "padded"), "use padded"),
 }
-
-
-# The same, for sequences where layers are divided too. The engines that need one mesh for both are not among them.
-_WITH_LAYERS_AND_SEQUENCES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.stages)), "use auto"),
-}
 # The same, for a pipeline alone.
 _WITH_PIPELINE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "engine": (("auto", *(name for name, entry in ENGINES.items() if entry.stages)), "use auto"),
     "parallel.tensor": ((1,), "use 1"),
     "parallel.context": ((1,), "use 1"),
     "batchnorm": (("auto",), "use auto"),
@@ -116,12 +116,24 @@ def check_parallel(config: Any) -> None:
             *(FieldName("parallel.vocabulary"), " needs ", FieldName("parallel.tensor")),
             " of 2 or more; remove it",
         )
-    if config.parallel.tensor > 1 and config.parallel.context > 1:
-        _check(config, "context", _WITH_LAYERS_AND_SEQUENCES)
     tables = {"pipeline": _SUPPORTED | _WITH_PIPELINE, "context": _SUPPORTED | _WITH_CONTEXT, "tensor": _SUPPORTED}
     for degree, table in tables.items():
         if getattr(config.parallel, degree) > 1:
             _check(config, degree, table)
+    _check_engine(config)
+
+
+def _check_engine(config: Any) -> None:
+    """Refuse an engine that does not support the degrees together, or with --exact."""
+    parallel = config.parallel
+    if config.engine not in ENGINES or parallel.size == 1 or supports(config.engine, parallel, exact=config.exact):
+        return
+    degree = "pipeline" if parallel.pipeline > 1 else "context"
+    exact = (" with ", FieldName("exact")) if config.exact else ()
+    raise FieldError(
+        *(FieldName("engine"), f" {config.engine}", *exact, " does not work with "),
+        *(FieldName(f"parallel.{degree}"), f" {getattr(parallel, degree)} yet: use auto"),
+    )
 
 
 def _check(config: Any, degree: str, table: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:

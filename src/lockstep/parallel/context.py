@@ -242,7 +242,7 @@ def _set(current: _Current) -> None:
 
 @final
 class ContextDivision:
-    """How the ranks of a context group divide batches.
+    """Divide batches over the ranks of a context group.
 
     Args:
         group: the ranks.

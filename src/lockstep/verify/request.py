@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.engine_options import ENGINES, PLAIN
-from lockstep.config.parallel_options import DEGREES, Parallel
+from lockstep.config.parallel_options import DEGREES, Parallel, supports
 from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.data.batches import Batches, StepLoader
 from lockstep.distributed.world import World
@@ -255,7 +255,7 @@ class VerifyRequest:
 
     @property
     def divisions(self) -> list[Parallel]:
-        """How models are divided: not at all, unless each list leaves 1 out, then by each degree alone."""
+        """List the divisions of models: by each degree alone, and none where the lists have 1 or are empty."""
         values = {name: getattr(self, name) or (1,) for name in DEGREES}
         found = [_UNDIVIDED] if all(1 in degrees for degrees in values.values()) else []
         for name, degrees in values.items():
@@ -305,7 +305,12 @@ def _check_degrees(name: str, degrees: Sequence[int]) -> None:
 
 
 def combine(
-    engines: Sequence[str], world_sizes: Sequence[int], compiled: bool, divisions: Sequence[Parallel] = (_UNDIVIDED,)
+    engines: Sequence[str],
+    world_sizes: Sequence[int],
+    compiled: bool,
+    divisions: Sequence[Parallel] = (_UNDIVIDED,),
+    *,
+    exact: bool = False,
 ) -> list[Combination]:
     """List every engine at every world size in ascending order, and those of divided models.
 
@@ -314,7 +319,8 @@ def combine(
     A single-process engine appears once.
 
     Args:
-        divisions: of models; each is combined with the world sizes that its size divides.
+        divisions: of models; each is combined with the engines that support it, at the world sizes that it divides.
+        exact: in exact mode.
 
     Raises:
         ConfigError: an unknown engine, a world size below 1, or degrees that do not fit engines or world sizes.
@@ -341,11 +347,13 @@ def combine(
         for how in ((False, True) if compiled else (False,))
         for name, size in dict.fromkeys(pairs)
     ]
-    combinations += _divided(engines, world_sizes, divisions)
+    combinations += _divided(engines, world_sizes, divisions, exact=exact)
     return sorted(combinations, key=lambda entry: (entry.world_size, entry != REFERENCE, entry.compiled))
 
 
-def _divided(engines: Sequence[str], world_sizes: Sequence[int], divisions: Sequence[Parallel]) -> list[Combination]:
+def _divided(
+    engines: Sequence[str], world_sizes: Sequence[int], divisions: Sequence[Parallel], *, exact: bool
+) -> list[Combination]:
     """List the combinations in which several ranks hold one model.
 
     Raises:
@@ -355,15 +363,15 @@ def _divided(engines: Sequence[str], world_sizes: Sequence[int], divisions: Sequ
     if not several:
         return []
     shown = ", ".join(parallel.flags for parallel in several)
-    able = [name for name in engines if ENGINES[name].replicas]
-    if not able:
-        raise ConfigError(f"--engines {','.join(engines)} does not work with {shown} yet; add ddp")
     for size in world_sizes:
         # The single process runs in any case.
         if size > 1 and all(size % parallel.size for parallel in divisions):
             raise ConfigError(f"--world-sizes {size} is not a multiple of {shown}; use multiples, or leave it out")
     combinations = []
     for parallel in several:
+        able = [name for name in engines if supports(name, parallel, exact=exact)]
+        if not able:
+            raise ConfigError(f"--engines {','.join(engines)} does not work with {parallel.flags} yet; add ddp")
         sizes = [size for size in world_sizes if size % parallel.size == 0]
         if not sizes:
             raise ConfigError(

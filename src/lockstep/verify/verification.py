@@ -265,7 +265,7 @@ class Verification:
         request = self._request
         job_size = self._executor.world_size
         sizes = [job_size] if job_size else request.world_sizes
-        combinations = combine(request.engines, sizes, request.compile, request.divisions)
+        combinations = combine(request.engines, sizes, request.compile, request.divisions, exact=request.config.exact)
         if request.config.exact:
             combinations = with_one_replica(combinations, job_size)
         # With one process, only combinations that need no launcher.

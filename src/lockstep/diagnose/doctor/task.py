@@ -127,8 +127,8 @@ def _train_steps(built: RunParts) -> CheckResult:
     weights = _digests({name: p for name, p in built.model.named_parameters() if _is_whole(p)})
     facts = {
         "data": _batch_digest(built.batches),
-        "gradients": _merge_digests(gradients),
-        "weights": _merge_digests(weights),
+        "gradients": _merge_digests(_of_stages(gradients, world)),
+        "weights": _merge_digests(_of_stages(weights, world)),
         "loading": statistics.median(loading[1:] or loading),
         "computing": statistics.median(computing[1:] or computing),
         "workers": built.config.data.workers,
@@ -189,6 +189,14 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         bits.add(name, tensor)
     return bits.read()
+
+
+def _of_stages(digests: dict[str, str], world: World) -> dict[str, str]:
+    """Return the digests of all stages of a pipeline, which hold different tensors. Collective over them."""
+    joined: dict[str, str] = {}
+    for part in world.part("pp").gather(digests):  # collective
+        joined |= part
+    return joined
 
 
 def _batch_digest(batches: Batches) -> str:

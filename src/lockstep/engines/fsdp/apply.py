@@ -167,11 +167,6 @@ _DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32
 def check(request: EngineRequest, world: World) -> None:
     """Raise ConfigError for options that this world, or exact mode, does not support."""
     options = request.options
-    if request.exact and world.part("cp").size > 1:
-        raise ConfigError(
-            f"--engine fsdp with --exact does not work with --parallel.context {world.part('cp').size} yet: use "
-            "--engine ddp"
-        )
     if options.cpu_offload and world.device.type != "cuda":
         raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; drop it")
     if request.exact:

@@ -34,7 +34,7 @@ from lockstep.passes import split_loss
 from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
-from lockstep.tensors import local_of
+from lockstep.tensors import as_bytes, local_of
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
 from lockstep.training.trial.isolation import leaves, training_modes
 from lockstep.training.trial.loss_check import (
@@ -613,7 +613,8 @@ def _check_buffers(trial: Trial, first: MicroBatch) -> None:
             with trial.with_graph():
                 call_method("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
                 for name, buffer in trial.plain.named_buffers():
-                    if not torch.equal(buffer, before[name]):
+                    # By bytes, as NaN is not equal to itself.
+                    if not torch.equal(as_bytes(buffer), as_bytes(before[name])):
                         changed.append(name)
         return changed
 
@@ -666,11 +667,12 @@ def _check_context_ranks(trial: Trial, first: MicroBatch) -> None:
 @contextlib.contextmanager
 def _fill_zeros(model: nn.Module) -> Iterator[None]:
     """Give parameters that are all zero some values for a while: the loss depends on no layer before such a one."""
-    # The same on every rank, which holds the same zeros.
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator()
     filled = []
     with torch.no_grad():
-        for parameter in model.parameters():
+        for number, parameter in enumerate(model.parameters()):
+            # By its number: of another parameter this rank alone may have a part of zeros.
+            generator.manual_seed(number)
             local = local_of(parameter)
             if local.is_floating_point() and local.numel() and not local.any():
                 local.copy_(0.1 * torch.randn(local.shape, generator=generator))
