@@ -201,7 +201,8 @@ def test_replicas_of_a_slice_begin_with_the_first():
         # Two dimensions that were joined to one.
         (ranks[:, 1].reshape(-1), [[0, 1, 4, 5], [2, 3, 6, 7]]),
     ):
-        assert replicas_of(SimpleNamespace(mesh=own, _get_root_mesh=lambda: whole)).tolist() == replicas
+        mesh = SimpleNamespace(mesh=own, _get_root_mesh=lambda: whole)
+        assert replicas_of(mesh, World()).tolist() == replicas
 
 
 def packed(size, weights, local=None):

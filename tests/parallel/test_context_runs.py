@@ -73,19 +73,36 @@ def test_a_checkpoint_of_any_degree_resumes_on_any_other(tmp_path):
     assert_close(weights(tmp_path / "one"), weights(tmp_path / "moved"))
 
 
-def _both(world, folder, dropout):
-    return _train(world, folder, 1, Divided(dropout=dropout), parallel=Parallel(tensor=2, context=2), exact=True)
+def _several(world, folder, parallel, dropout):
+    # Recomputation, as the backward of a stage must know which positions it has.
+    transforms = {"activation_checkpointing": "full"}
+    return _train(world, folder, 1, Divided(dropout=dropout), parallel=parallel, exact=True, **transforms)
 
 
 def _refused_both(world, folder):
     with refuses(ConfigError, "--parallel.tensor 2 --parallel.context 2", "dropout"):
-        _both(world, folder, 0.1)
+        _several(world, folder, Parallel(tensor=2, context=2), 0.1)
 
 
-def test_layers_and_sequences_are_divided_together(tmp_path):
-    run(_refused_both, 4, tmp_path / "refused")
-    _train(None, tmp_path / "one", 1, Divided(), exact=True)
-    run(_both, 4, tmp_path / "four", 0.0)
+@pytest.mark.parametrize(
+    ("parallel", "dropout"),
+    [
+        (Parallel(tensor=2, context=2), 0.0),
+        (Parallel(pipeline=2, context=2), 0.1),
+        (Parallel(pipeline=2, tensor=2), 0.1),
+    ],
+    ids=["tensor-context", "pipeline-context", "pipeline-tensor"],
+)
+def test_each_two_degrees_go_together(parallel, dropout, tmp_path):
+    if parallel.pipeline == 1:
+        run(_refused_both, 4, tmp_path / "refused")
+    records, body = _several(None, tmp_path / "one", Parallel(), dropout)
+    found = run(_several, 4, tmp_path / "four", parallel, dropout)
+    for rank in found:
+        assert [loss for loss, _ in rank[1]] == pytest.approx([loss for loss, _ in body], rel=1e-12)
+        assert [items for _, items in rank[1]] == [items for _, items in body]
+    for record, wanted in zip(found[0][0], records, strict=True):
+        assert record == pytest.approx(wanted, rel=1e-9)
     assert_close(weights(tmp_path / "one"), weights(tmp_path / "four"))
 
 

@@ -14,6 +14,7 @@ from lockstep.config.parallel_options import Parallel
 from lockstep.errors import ConfigError, DataError, PeerError
 
 STAGES = Parallel(pipeline=2)
+BOTH = Parallel(pipeline=2, tensor=2)
 EXACT = {"exact": True}
 CHANGES = {"optim": {"clip": 0.5, "ema": 0.9, "layer_decay": 0.8}}
 
@@ -78,7 +79,7 @@ def test_a_checkpoint_of_stages_resumes_in_any_other_way(tmp_path):
     task = TinyGPT(dropout=0.1)
     trained(None, tmp_path / "one", task, Parallel())
     moved = tmp_path / "moved"
-    for ranks, parallel, stop in ((2, STAGES, 1), (2, Parallel(tensor=2), 2), (4, STAGES, 3)):
+    for ranks, parallel, stop in ((2, STAGES, 1), (2, Parallel(tensor=2), 2), (4, BOTH, 3)):
         run(trained, ranks, moved, task, parallel, {"stop_at": stop})
     trained(None, moved, task, Parallel())
     assert_close(weights(tmp_path / "one"), weights(moved))
@@ -180,7 +181,6 @@ def test_what_cannot_be_cut_is_refused_first(tmp_path):
     assert run(refused, 2, tmp_path) == [False, False]
     for changes, flag in (
         ({"engine": "fsdp"}, "engine fsdp"),
-        ({"parallel": {"pipeline": 2, "tensor": 2}}, "parallel.tensor 2"),
         ({"log_gradients": "layers"}, "log_gradients layers"),
         ({"batchnorm": "sync"}, "batchnorm sync"),
         ({"lora": {"rank": 2}}, "lora.rank"),

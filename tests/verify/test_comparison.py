@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.layout import TensorBox
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.task import Task
 from lockstep.verify import certificate
-from lockstep.verify.compare import Traces, first_difference
+from lockstep.verify.compare import Traces, first_difference, join_replicas
 from lockstep.verify.operations import DtypeTracker, OperationLog, digest, first_unequal
 from lockstep.verify.reference import TensorStore, compare, cut
 from lockstep.verify.request import REFERENCE, STAGES, Combination, Difference, TableRow, VerifyTable, combine, refusal
@@ -157,6 +158,21 @@ def test_a_shard_counts_once_however_many_ranks_hold_it():
     steps = [{**whole, "gradient": gradient, "slots": whole["slots"][rank:]} for rank, gradient in enumerate(gradients)]
     ranks = [{"rank": rank, "resumed": [], "steps": [step]} for rank, step in enumerate(steps)]
     assert first_difference(Traces({"rank": 0, "steps": [whole]}, ranks, EXACT)) is None
+
+
+def test_traces_of_a_replica_are_joined_by_their_coordinates():
+    """Of 2 stages x 2 parts of sequences x 2 parts of layers, the tensor ranks closest."""
+    ranks = []
+    for rank in range(8):
+        slot = {"loss": float(2**rank), "scaled": None, "drawn": f"{rank}"}
+        part_of = {"digests": {}, "parts": {f"stage {rank // 4}": []}, "missing": ["stage 0", "stage 1", "nowhere"]}
+        ranks.append({"rank": rank, "steps": [{"slots": [slot], "loss_dtype": "", "weights": part_of}]})
+    for rank, trace in enumerate(join_replicas(ranks, Parallel(tensor=2, context=2, pipeline=2))):
+        (step,) = trace["steps"]
+        # The sum over the context ranks of the last stage.
+        assert step["slots"][0]["loss"] == (2**5 + 2**7 if rank % 2 else 2**4 + 2**6)
+        assert step["slots"][0]["drawn"] == f"{4 + rank % 4}"
+        assert step["weights"]["missing"] == ["nowhere"]
 
 
 def test_missing_or_doubled_micro_batch_is_a_data_difference():

@@ -73,9 +73,10 @@ def test_replicas_have_the_bits_of_one(degree, batch_size):
     assert several.text == f"bitwise equal to {degree} 2 x 1 replica"
 
 
-def test_degrees_are_compared_one_at_a_time_where_they_work():
+def test_every_combination_of_degrees_is_compared_where_it_works():
     request = VerifyRequest(settings(), engines=("ddp",), tensor=(1, 2), context=(1, 2)).resolve()
-    assert [parallel.label for parallel in request.divisions] == ["", "tensor 2", "context 2"]
+    labels = [parallel.label for parallel in request.divisions]
+    assert labels == ["", "context 2", "tensor 2", "tensor 2 context 2"]
     for exact, degrees, able in (
         (False, {"pipeline": 2}, ["ddp"]),
         (False, {"context": 2}, ["ddp", "fsdp"]),

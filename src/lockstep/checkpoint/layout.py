@@ -229,10 +229,13 @@ def _cuts_of(placements: Sequence[Any], sizes: Sequence[int]) -> tuple[dict[int,
     return shards, packed
 
 
-def replicas_of(mesh: Any) -> torch.Tensor:
+def replicas_of(mesh: Any, world: World) -> torch.Tensor:
     """Return the ranks of a mesh's replicas: of all slices like it.
 
     A mesh that is no slice has one replica, itself. The first holders of a tensor are in the first one.
+
+    Args:
+        world: of a pipeline's slices, those of this rank's stage count, as others have other tensors.
 
     Returns:
         int64 [replicas, *shape of the mesh].
@@ -251,7 +254,10 @@ def replicas_of(mesh: Any) -> torch.Tensor:
             shape = [1] * (whole.ndim + own.ndim)
             shape[dim] = whole.shape[dim]
             index.append(torch.arange(whole.shape[dim]).reshape(shape))
-    return whole[tuple(index)].reshape(-1, *own.shape)
+    replicas: torch.Tensor = whole[tuple(index)].reshape(-1, *own.shape)
+    if world.part("pp").size == 1:
+        return replicas
+    return replicas[torch.isin(replicas, torch.tensor(world.stage_ranks)).flatten(1).all(dim=1)]
 
 
 class _MeshReplicas(NamedTuple):
@@ -262,45 +268,73 @@ class _MeshReplicas(NamedTuple):
 
 
 class StageTensor(NamedTuple):
-    """A tensor of which each pipeline stage's ranks have all or nothing.
+    """A tensor of a pipeline, of which the ranks of some stages have nothing.
 
     Attributes:
         dtype: by its name in the format.
         shape: of the whole.
         nbytes: likewise.
+        grid: how the ranks of its stage write it; None: one of them writes all.
         stage: the first one that has it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    grid: Grid | None
     stage: int
 
 
 def gather_stages(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, StageTensor]:
-    """Return the tensors of all stages of a pipeline; {} without one. Collective over the stages."""
+    """Return the tensors of all stages of a pipeline; {} without one. Collective over the stages.
+
+    Raises:
+        CheckpointError: a tensor that cannot be stored, on this stage or another.
+    """
     stages = world.part("pp")
     if stages.size == 1:
         return {}
+    rows: list[Any] = []
+    error = None
+    try:
+        rows = _describe_stage(tensors, world)
+    except CheckpointError as failure:
+        error = failure
+    found: dict[str, StageTensor] = {}
+    # Every stage writes the index's part of the others, so that all agree on the writers.
+    for stage, rows_of_stage in enumerate(stages.gather_checked(rows, error)):  # collective
+        for name, dtype, shape, nbytes, cut in rows_of_stage:
+            grid = Grid(tuple(map(tuple, cut[0])), tuple(cut[1])) if cut else None
+            found.setdefault(name, StageTensor(dtype, tuple(shape), nbytes, grid, stage))
+    return found
+
+
+def _describe_stage(tensors: Mapping[str, torch.Tensor], world: World) -> list[Any]:
+    """Return the fields of a `StageTensor` for each tensor, as JSON values; second names of tied ones are left out."""
+    _check_all(tensors)
+    replicas = _replicas_by_mesh(tensors, world)
+    grids = _Grids(replicas)
     aliases = _ties(tensors, sorted(tensors))
     rows = []
     for name, tensor in tensors.items():
         if name not in aliases:
-            rows.append([name, dtype_name(tensor.dtype), list(tensor.shape), tensor.nbytes])
-    found: dict[str, StageTensor] = {}
-    # Every stage writes the index's part of the others, so that all agree on the writers.
-    for stage, rows_of_stage in enumerate(stages.gather(rows)):  # collective
-        for name, dtype, shape, nbytes in rows_of_stage:
-            found.setdefault(name, StageTensor(dtype, tuple(shape), nbytes, stage))
-    return found
+            cut = None
+            if is_dtensor(tensor):
+                grid = grids.of(tensor, None)
+                cut = (grid.edges, grid.files)
+            rows.append([name, dtype_name(tensor.dtype), list(tensor.shape), tensor.nbytes, cut])
+    return rows
 
 
 def _stage_writers(tensors: Mapping[str, StageTensor], world: World) -> dict[str, int]:
-    """Return the rank that writes each tensor: one of the first stage that has it."""
+    """Return the rank that writes each whole tensor: one of the first stage that has it."""
     assert world.replicas is not None
     writers = {}
     for stage, ranks in enumerate(world.replicas.stages):
-        sizes = [(tensor.nbytes, name) for name, tensor in tensors.items() if tensor.stage == stage]
+        sizes = []
+        for name, tensor in tensors.items():
+            if tensor.stage == stage and tensor.grid is None:
+                sizes.append((tensor.nbytes, name))
         for name, place in owners_of(sizes, len(ranks)).items():
             writers[name] = ranks[place]
     return writers
@@ -321,7 +355,7 @@ def share_out(tensors: dict[str, torch.Tensor], world: World, stages: Mapping[st
     if stages:
         return _share_out_stages(tensors, world, stages)
     names = sorted(tensors)
-    replicas = _replicas_by_mesh(tensors)
+    replicas = _replicas_by_mesh(tensors, world)
     aliases = _ties(tensors, names)
     # Any rank can write a tensor that all have, so these are divided by size.
     replicated = []
@@ -352,28 +386,32 @@ def share_out(tensors: dict[str, torch.Tensor], world: World, stages: Mapping[st
 
 
 def _share_out_stages(tensors: dict[str, torch.Tensor], world: World, stages: Mapping[str, StageTensor]) -> Share:
-    """Divide the tensors of a pipeline's stages, which are whole on the ranks that have them."""
+    """Divide the tensors of a pipeline's stages."""
     writers = _stage_writers(stages, world)
+    replicas = _replicas_by_mesh(tensors, world)
     pieces = []
     for name in sorted(tensors):
         # Second names are not in `stages`.
-        if writers.get(name) == world.rank:
+        entry = stages.get(name)
+        if entry is None or entry.stage != world.part("pp").rank:
+            continue
+        if writers[name] == world.rank if entry.grid is None else _is_writer(tensors[name], replicas):
             pieces += _pieces(name, tensors)
     written = {piece.name for piece in pieces}
     aliases = {alias: name for alias, name in _ties(tensors, sorted(tensors)).items() if name in written}
     index = {}
     if world.is_main:
         for name, tensor in stages.items():
-            index[name] = (tensor.dtype, Grid.whole(tensor.shape, writers[name]))
+            index[name] = (tensor.dtype, tensor.grid or Grid.whole(tensor.shape, writers[name]))
     digest = xxhash.xxh3_64_hexdigest(repr(sorted(stages.items())).encode())
     return Share(pieces, aliases, {"tensors": len(stages), "names, shapes and stages": digest}, index)
 
 
-def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[Any, _MeshReplicas]:
+def _replicas_by_mesh(tensors: Mapping[str, torch.Tensor], world: World) -> dict[Any, _MeshReplicas]:
     replicas: dict[Any, _MeshReplicas] = {}
     for tensor in tensors.values():
         if is_dtensor(tensor) and tensor.device_mesh not in replicas:
-            ranks = replicas_of(tensor.device_mesh)
+            ranks = replicas_of(tensor.device_mesh, world)
             replicas[tensor.device_mesh] = _MeshReplicas(ranks, torch.equal(ranks[0], tensor.device_mesh.mesh))
     return replicas
 

@@ -89,14 +89,12 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "engine_options.cpu_offload": ((False,), "leave it out"),
     "engine_options.meta_init": ((False,), "leave it out"),
 }
-# The same, with --parallel.context alone.
+# The same, with --parallel.context.
 _WITH_CONTEXT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.packing": (("auto", "stream", "blocks", "padded"), "use padded"),
 }
-# The same, for a pipeline alone.
+# The same, with --parallel.pipeline.
 _WITH_PIPELINE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "parallel.tensor": ((1,), "use 1"),
-    "parallel.context": ((1,), "use 1"),
     "batchnorm": (("auto",), "use auto"),
     "log_gradients": (("off",), "use off"),
 }

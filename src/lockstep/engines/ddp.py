@@ -26,7 +26,7 @@ from lockstep.engines.base import NOTHING, BareEngine, Evaluate, ScaledBackward,
 from lockstep.engines.closure import Alone, takes_closure
 from lockstep.engines.exact import Tree
 from lockstep.engines.mesh_norms import MeshNorm, StageNorm
-from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained
+from lockstep.engines.optimizer_step import OptimizerStep, UpdateSpec, list_trained, norms_of
 from lockstep.engines.request import EngineRequest, MakeOptimizer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import as_bytes, is_dtensor, local_of
@@ -668,7 +668,9 @@ class DDP(BareEngine):
                     f"--parallel.pipeline {self._pipeline.stages.size} does not work with an optimizer that evaluates "
                     f"the loss several times ({type(instance).__name__}); use another one"
                 )
-            spec = dataclasses.replace(spec, norm=StageNorm(self._pipeline.stage, model, self._pipeline.stages))
+            norms = spec.norms or norms_of
+            stage_norm = StageNorm(self._pipeline.stage, model, self._pipeline.stages, norms)
+            spec = dataclasses.replace(spec, norm=stage_norm)
         self._update = OptimizerStep(model, instance, request, spec)
         # torch's optimizers do not mix DTensors with plain tensors in one call.
         self._update.is_mixed = self._replicas.is_cut

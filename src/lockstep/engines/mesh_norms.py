@@ -3,7 +3,7 @@
     norm = MeshNorm(exact=False)
     norm(gradients)             # the 2-norm of all, the same on every rank
     norm.each(gradients)        # of each
-    norm = StageNorm(stage, model, world.replica)       # each stage of a pipeline has some of the parameters
+    norm = StageNorm(stage, model, world.part("pp"))    # each stage of a pipeline has some of the parameters
 
 torch's `clip_grad_norm_` fails where gradients are on several meshes, and a plain sum over the ranks would count a
 whole gradient once a rank.
@@ -104,10 +104,18 @@ class StageNorm:
         stage: of this rank.
         model: this rank's part.
         world: its ranks are the stages.
+        norms: computes the norm of each gradient of this stage; see `MeshNorm.each`. May be collective over the stage.
     """
 
-    def __init__(self, stage: PipelineStage, model: nn.Module, world: World) -> None:
+    def __init__(
+        self,
+        stage: PipelineStage,
+        model: nn.Module,
+        world: World,
+        norms: Callable[[list[Tensor]], list[Tensor]] = norms_of,
+    ) -> None:
         self._world = world
+        self._norms = norms
         self._dtype = stage.norm_dtype
         self._size = len(stage.trained)
         # Of this rank's parameters: the index among all trained ones. None where another stage counts them.
@@ -126,7 +134,8 @@ class StageNorm:
         """
         indices = [index for parameter, index in self._indices.items() if parameter.grad is not None]
         norms = torch.zeros(self._size, dtype=self._dtype, device=self._world.device)
-        for norm, index in zip(norms_of(list(gradients)), indices, strict=True):
+        own = self._norms(list(gradients))  # collective if `norms` is
+        for norm, index in zip(own, indices, strict=True):
             if index is not None:
                 norms[index] = norm
         # Exact in any order: each number is added to zeros.

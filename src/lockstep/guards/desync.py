@@ -275,7 +275,7 @@ def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Ho
         ranks = list(world.stage_ranks)
         if mesh is not None:
             at = mesh.get_coordinate()
-            ranks = [] if at is None else _copies(replicas_of(mesh), placements, at)
+            ranks = [] if at is None else _copies(replicas_of(mesh, world), placements, at)
         cache[mesh, placements] = _Holders(xxhash.xxh3_64_hexdigest(repr(ranks).encode()), len(ranks))
     return cache[mesh, placements]
 

@@ -2,7 +2,7 @@
 
     division = ContextDivision(group, task.sequence)
     with division.forward(batch) as part:           # this rank's positions of the batch, where `attention` sees all
-        loss = division.watch(task.loss(model, part))
+        loss = watch(task.loss(model, part))
     mixed = attention(query, key, value)            # causal, over all positions
 
 A sequence is cut into 2 C chunks, and rank r has chunks r and 2 C - 1 - r: a head and a tail, so that every rank has as
@@ -34,6 +34,7 @@ __all__ = [
     "attention",
     "divide_dropout",
     "is_divided",
+    "watch",
 ]
 
 
@@ -220,12 +221,12 @@ def divide_dropout(model: nn.Module) -> None:
 
 
 class _Watch(torch.autograd.Function):
-    """Identity on a loss, whose backward begins with the state of its forward."""
+    """Identity on the end of a forward, whose backward begins with the state of the forward."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, current: _Current) -> Tensor:
+    def forward(ctx: Any, end: Tensor, current: _Current) -> Tensor:
         ctx.current = current
-        return loss.view_as(loss)
+        return end.view_as(end)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -233,6 +234,20 @@ class _Watch(torch.autograd.Function):
         # Private to torch, which has no other call for the end of a backward; DDP and FSDP use it too.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _set(_Current()))
         return gradient, None
+
+
+def watch(end: Tensor) -> Tensor:
+    """Return the end of a forward, whose backward may compute parts of it again.
+
+    Call in the context of `ContextDivision.forward`; without one the tensor is unchanged.
+
+    Args:
+        end: a loss, or what a pipeline's stage sends on.
+    """
+    if _CURRENT.group is None:
+        return end
+    watched: Tensor = _Watch.apply(end, dataclasses.replace(_CURRENT))  # type: ignore[no-untyped-call]
+    return watched
 
 
 def _set(current: _Current) -> None:
@@ -262,12 +277,6 @@ class ContextDivision:
             yield part
         finally:
             _set(_Current())
-
-    def watch(self, loss: Tensor) -> Tensor:
-        """Return a loss whose backward may compute parts of the forward again. Call in the context of `forward`."""
-        current = dataclasses.replace(_CURRENT)
-        watched: Tensor = _Watch.apply(loss, current)  # type: ignore[no-untyped-call]
-        return watched
 
     def shorten(self, batch: Any, most: int) -> dict[str, Any]:
         """Return a batch without the positions from `most` on, rounded up to what the ranks can divide."""

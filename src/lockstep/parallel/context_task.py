@@ -1,24 +1,25 @@
 """A task whose batches are divided over context ranks.
 
 task = divide_task(task, group)         # its loss is this rank's part; evaluations are sums over the ranks
-whole = loss_of_whole(task, model, batch)
+whole_task(task).loss(model, batch)     # of whole batches
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.context import ContextDivision, ContextGroup
+from lockstep.parallel.context import ContextDivision, ContextGroup, watch
 from lockstep.records import float_of, is_number
 from lockstep.task import Task, TaskAround
 
 __all__ = [
     "divide_task",
     "first_positions",
-    "loss_of_whole",
+    "whole_task",
+    "wrap_whole",
 ]
 
 
@@ -27,9 +28,21 @@ def divide_task(task: Task, group: ContextGroup) -> Task:
     return cast("Task", _ContextTask(task, ContextDivision(group, task.sequence)))
 
 
-def loss_of_whole(task: Task, model: nn.Module, batch: Any) -> Any:
-    """Return the loss of a whole batch, which a divided task computes on this rank alone."""
-    return object.__getattribute__(task, "_inner").loss(model, batch)
+def whole_task(task: Task) -> Task:
+    """Return the task of whole batches: the one that was divided, or this one."""
+    # Not isinstance, here and below: the task passes for the one inside.
+    if type(task) is not _ContextTask:  # type: ignore[comparison-overlap]
+        return task
+    inner: Task = object.__getattribute__(task, "_inner")
+    return inner
+
+
+def wrap_whole(task: Task, wrap: Callable[[Task], Task]) -> Task:
+    """Return the task with `wrap` applied to the task of whole batches, so that its batches stay divided."""
+    wrapped = wrap(whole_task(task))
+    if type(task) is not _ContextTask:  # type: ignore[comparison-overlap]
+        return wrapped
+    return cast("Task", _ContextTask(wrapped, object.__getattribute__(task, "_division")))
 
 
 def first_positions(task: Task, batch: Any, most: int) -> Any:
@@ -51,8 +64,7 @@ class _ContextTask(TaskAround):
         """Return this rank's part of the loss. Collective."""
         division = self._division
         with division.forward(batch) as part:
-            loss: Tensor = division.watch(self._check(self._inner.loss(model, part)))
-            return loss
+            return watch(self._check(self._inner.loss(model, part)))
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss and metrics of all positions, the same on every rank. Collective."""

@@ -29,7 +29,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.parallel.stages import PipelineStage, StageInput, generator_states
 from lockstep.records import describe_value, float_of, is_number
-from lockstep.tensors import as_bytes, from_bytes
+from lockstep.tensors import as_bytes, from_bytes, gradient_like, local_of
 
 __all__ = ["Loss", "Pipeline"]
 
@@ -394,17 +394,18 @@ class Pipeline:
         parameters = dict(model.named_parameters())
         for name in self.stage.tied:
             parameter = parameters[name]
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            gradient = None if parameter.grad is None else local_of(parameter.grad)
+            own = torch.zeros_like(local_of(parameter)) if gradient is None else gradient.contiguous()
             other = torch.empty_like(own)
             peer = ends[self._index.index]
             # Blocks until the other end has finished its backwards; the update needs the sum.
             collectives.exchange([(own, peer)], [(other, peer)], group=self._group)
             # The first stage's first on both, so that both get the same bits.
             total = own + other if self._index.is_first else other + own
-            if parameter.grad is None:
-                parameter.grad = total
+            if gradient is None:
+                parameter.grad = gradient_like(parameter, total)
             else:
-                parameter.grad.copy_(total)
+                gradient.copy_(total)
 
 
 def _values_of(output: Loss) -> tuple[float, str, Mapping[str, Any]]:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.parallel.context import watch
 from lockstep.parallel.stage_trace import BlockUse, trace_blocks
 from lockstep.task import Task, has_own, has_step_loss
+from lockstep.tensors import local_of
 
 __all__ = [
     "PipelineStage",
@@ -109,7 +111,7 @@ class _StageExit(_PassThrough):
     """The block after a stage's last one: ends the task's loss."""
 
     def _pass(self, hidden: Tensor) -> Tensor:
-        raise _StageEnd(hidden)
+        raise _StageEnd(watch(hidden))
 
 
 @dataclass(slots=True)
@@ -246,6 +248,8 @@ def cut_stage(
     loss: Callable[[Any, Any], Tensor],
     batch: Any,
     index: StageIndex,
+    *,
+    divide: Callable[[], None] = lambda: None,
 ) -> PipelineStage:
     """Keep one stage's parameters of a whole model. Changes the model, unless it raises.
 
@@ -255,6 +259,8 @@ def cut_stage(
         loss: the task's.
         batch: a micro-batch, of which only shapes are read.
         index: of the stage.
+        divide: keeps this rank's part of each layer, under the same names. Called before the model is cut: a trace
+            needs whole layers, and a plan names the layers of all blocks.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or something else than one tensor goes from block to block.
@@ -266,6 +272,7 @@ def cut_stage(
             "more modules in the task's blocks(model)"
         )
     use = trace_blocks(model, blocks, loss, batch, flag)
+    divide()
     parameters = dict(model.named_parameters())
     names = set(model.state_dict())
     stage = PipelineStage(index, parameters, _place(parameters, use, index))
@@ -342,7 +349,7 @@ def _replace(block: Any, kind: type[_PassThrough], carrier: int | str, inbox: _I
 
 
 def _drop(model: nn.Module, dropped: set[Tensor]) -> None:
-    """Put NaN of the same shape and of one element's memory in the place of parameters.
+    """Put NaN of the same shape on this rank and of one element's memory in the place of parameters.
 
     What uses them where it must not, such as metrics, is then NaN and not a plausible number.
     """
@@ -352,8 +359,9 @@ def _drop(model: nn.Module, dropped: set[Tensor]) -> None:
                 delattr(module, name)
                 # A plain attribute: neither the optimizer nor a checkpoint may see it.
                 is_float = parameter.is_floating_point() or parameter.is_complex()
-                stub = parameter.new_full((), math.nan if is_float else 0)
-                setattr(module, name, stub.expand(parameter.shape))
+                local = local_of(parameter)
+                stub = local.new_full((), math.nan if is_float else 0)
+                setattr(module, name, stub.expand(local.shape))
 
 
 def _flag(stages: int) -> str:

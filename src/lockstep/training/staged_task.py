@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from lockstep.parallel.context_task import whole_task, wrap_whole
 from lockstep.parallel.pipeline import Loss, Pipeline
 from lockstep.passes import split_loss
 from lockstep.task import Task, TaskAround, has_own
@@ -17,8 +18,12 @@ __all__ = ["stage_task", "without_sharing"]
 
 
 def stage_task(task: Task, pipeline: Pipeline) -> Task:
-    """Return the task with a loss that every stage of the pipeline computes together."""
-    return cast("Task", _StagedTask(task, pipeline))
+    """Return the task with a loss that every stage of the pipeline computes together.
+
+    Args:
+        task: if its batches are divided, each stage computes the same part of them.
+    """
+    return wrap_whole(task, lambda whole: cast("Task", _StagedTask(whole, pipeline)))
 
 
 class _StagedTask(TaskAround):
@@ -54,7 +59,7 @@ class _StagedTask(TaskAround):
 
 def without_sharing(task: Task) -> AbstractContextManager[None]:
     """Return a context in which stages before the last one get 0 as the loss, and wait for nothing."""
-    staged: Any = task
+    staged: Any = whole_task(task)
     # Not isinstance: it passes for the task inside.
     if type(staged) is _StagedTask:
         pipeline: Pipeline = object.__getattribute__(staged, "_pipeline")

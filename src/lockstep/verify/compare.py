@@ -89,17 +89,31 @@ def traces_of(spec: TrainingSpec, reference: dict[str, Any], ranks: list[dict[st
 
 def join_replicas(ranks: list[dict[str, Any]], parallel: Parallel) -> list[dict[str, Any]]:
     """Return the traces as those of ranks with whole losses, and with the names that their replica has."""
-    return _join_stages(_add_losses(ranks, parallel.context), parallel.pipeline)
+    return _join_stages(_add_losses(ranks, parallel), parallel)
 
 
-def _join_stages(ranks: list[dict[str, Any]], stages: int) -> list[dict[str, Any]]:
-    """Return the traces of `stages` ranks in a row with the last one's losses, and without each other's names."""
-    if stages == 1:
+def _rows(ranks: list[dict[str, Any]], degree: int, distance: int) -> list[list[dict[str, Any]]]:
+    """Return for each rank the traces of those that differ from it in one dimension of the mesh, in order.
+
+    Args:
+        ranks: traces in the order of the ranks.
+        degree: size of the dimension.
+        distance: between neighbours in it; the ranks of a replica are (pipeline, context, tensor).
+    """
+    rows = []
+    for rank in range(len(ranks)):
+        first = rank - rank // distance % degree * distance
+        rows.append(ranks[first : first + degree * distance : distance])
+    return rows
+
+
+def _join_stages(ranks: list[dict[str, Any]], parallel: Parallel) -> list[dict[str, Any]]:
+    """Return the traces with the losses of the last stage, and without the names that another stage has."""
+    if parallel.pipeline == 1:
         return ranks
     joined = copy.deepcopy(ranks)
-    for trace in joined:
-        first = trace["rank"] - trace["rank"] % stages
-        replica = ranks[first : first + stages]
+    rows = _rows(ranks, parallel.pipeline, parallel.tensor * parallel.context)
+    for trace, replica in zip(joined, rows, strict=True):
         for at, step in enumerate(trace["steps"]):
             last = replica[-1]["steps"][at]
             step["loss_dtype"] = last["loss_dtype"]
@@ -118,21 +132,22 @@ def _drop_names_of_others(step: dict[str, Any], replica: list[dict[str, Any]], k
         return
     held: set[str] = set()
     for record in replica:
-        held.update(record.get(kind, {}).get("digests", {}))
+        # What a rank has whole, and what it has parts of.
+        held.update(record.get(kind, {}).get("digests", {}), record.get(kind, {}).get("parts", {}))
     step[kind]["missing"] = [name for name in step[kind]["missing"] if name not in held]
 
 
-def _add_losses(ranks: list[dict[str, Any]], context: int) -> list[dict[str, Any]]:
-    """Return the traces with the losses of whole sequences, of which each of `context` ranks in a row has a part."""
-    if context == 1:
+def _add_losses(ranks: list[dict[str, Any]], parallel: Parallel) -> list[dict[str, Any]]:
+    """Return the traces with the losses of whole sequences, of which each context rank has a part."""
+    if parallel.context == 1:
         return ranks
     added = copy.deepcopy(ranks)
-    for trace in added:
-        first = trace["rank"] - trace["rank"] % context
+    rows = _rows(ranks, parallel.context, parallel.tensor)
+    for trace, peers in zip(added, rows, strict=True):
         for at, step in enumerate(trace["steps"]):
             for number, slot in enumerate(step["slots"]):
                 for key in ("loss", "scaled"):
-                    parts = [peer["steps"][at]["slots"][number][key] for peer in ranks[first : first + context]]
+                    parts = [peer["steps"][at]["slots"][number][key] for peer in peers]
                     if slot[key] is not None:
                         slot[key] = math.fsum(parts)
     return added

@@ -10,6 +10,7 @@ spec = run_spec(request, combinations[2], folder, Fault(), coarsest="float64")
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -255,13 +256,10 @@ class VerifyRequest:
 
     @property
     def divisions(self) -> list[Parallel]:
-        """List the divisions of models: by each degree alone, and none where the lists have 1 or are empty."""
-        values = {name: getattr(self, name) or (1,) for name in DEGREES}
-        found = [_UNDIVIDED] if all(1 in degrees for degrees in values.values()) else []
-        for name, degrees in values.items():
-            for degree in degrees:
-                if degree > 1:
-                    found.append(_UNDIVIDED.with_degrees({name: degree}))
+        """List the divisions of models: every combination of the degrees, where an empty list means 1."""
+        found = []
+        for degrees in product(*(getattr(self, name) or (1,) for name in DEGREES)):
+            found.append(_UNDIVIDED.with_degrees(dict(zip(DEGREES, degrees, strict=True))))
         return found
 
 

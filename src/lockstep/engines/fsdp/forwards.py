@@ -36,7 +36,8 @@ def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
     Raises:
         ConfigError: some ranks call the model and others never do, so these have no input to repeat.
     """
-    if world.size == 1 or not is_split(model):
+    # The stages of a pipeline call one after the other, each time together: none could announce what follows.
+    if world.size == 1 or world.part("pp").size > 1 or not is_split(model):
         yield
         return
     forwards = _Forwards(world)

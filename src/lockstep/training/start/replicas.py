@@ -21,7 +21,7 @@ from lockstep.models.gpt import GPT
 from lockstep.models.hf_context import attend_over_ranks
 from lockstep.models.hf_plan import tensor_plan
 from lockstep.parallel.context import ContextGroup, divide_dropout
-from lockstep.parallel.context_task import divide_task
+from lockstep.parallel.context_task import divide_task, whole_task
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.stages import StageIndex, check_pipeline, cut_stage
 from lockstep.parallel.tensor import Plan, cut
@@ -71,7 +71,14 @@ def divide_model(config: Config, task: Task, model: nn.Module, world: World) -> 
     if world.replica.size != parallel.size:
         raise ConfigError(f"{parallel.flags}: this command does not divide models yet; leave the flag out")
     _check_task(task, parallel.flags)
-    if parallel.tensor > 1:
+    # The stages of a pipeline are found in whole layers.
+    if parallel.pipeline == 1:
+        _divide_layers(config, task, model, world)
+
+
+def _divide_layers(config: Config, task: Task, model: nn.Module, world: World) -> None:
+    """Keep this rank's part of each layer; all of it without --parallel.tensor. Changes the model."""
+    if config.parallel.tensor > 1:
         mesh = world.part("tp").mesh
         assert mesh is not None
         cut(model, mesh, plan_of(config, task, model), exact=config.exact)
@@ -130,6 +137,8 @@ def _find_dropout(model: nn.Module) -> str:
 def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, batches: Batches) -> Pipeline | None:
     """Keep this rank's stage of a model that is the same on every rank. Changes the model.
 
+    With --parallel.tensor, this rank's part of each layer of the stage.
+
     Args:
         model: on its device, in training mode; its optimizer is made afterwards.
         batches: one of their micro-batches shows how the task's loss calls the blocks.
@@ -153,10 +162,12 @@ def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, bat
         )
     task_blocks = task.blocks(model)
     blocks = repeated_layers(model) if task_blocks is None else list(task_blocks)
-    loss = lambda held, data: split_loss(task.loss(held, data))[0]  # noqa: E731
+    whole = whole_task(task)
+    loss = lambda held, data: split_loss(whole.loss(held, data))[0]  # noqa: E731
+    divide = lambda: _divide_layers(config, whole, model, world)  # noqa: E731
     index = StageIndex(stages.rank, stages.size)
     batch = load_first(batches).data
-    stage = call_method("loss", lambda data: cut_stage(model, blocks, loss, data, index), batch)
+    stage = call_method("loss", lambda data: cut_stage(model, blocks, loss, data, index, divide=divide), batch)
     return Pipeline(stage, stages)
 
 

@@ -29,7 +29,7 @@ from lockstep.engines.fsdp.forwards import equal_forwards, same_units
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, DifferenceError, LockstepError
 from lockstep.loop import describe_value, loss_of
-from lockstep.parallel.context_task import first_positions, loss_of_whole
+from lockstep.parallel.context_task import first_positions, whole_task
 from lockstep.passes import split_loss
 from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
@@ -648,7 +648,7 @@ def _check_context_ranks(trial: Trial, first: MicroBatch) -> None:
 
     with _fill_zeros(trial.model):
         parts = world.gather(on_all_ranks(world, lambda: compute(lambda: task.loss(trial.model, data))))  # collective
-        whole = on_all_ranks(world, lambda: compute(lambda: loss_of_whole(task, trial.model, data)))  # collective
+        whole = on_all_ranks(world, lambda: compute(lambda: whole_task(task).loss(trial.model, data)))  # collective
     wholes = world.gather_counted(whole)  # collective
     limit = trial.limit if trial.is_low_precision else _SAME_SUM
     width = world.replica.size
