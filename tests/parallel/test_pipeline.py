@@ -19,7 +19,7 @@ from lockstep.distributed.replicas import form_replicas
 from lockstep.engines.blocks import repeated_layers
 from lockstep.engines.mesh_norms import StageNorm
 from lockstep.engines.optimizer_step import total_norm
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.models.chunked_loss import summed_cross_entropy
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.parallel.pipeline import Pipeline
@@ -202,9 +202,9 @@ def count_messages(world):
     exchange = collectives.exchange
     sent = []
 
-    def counted(sends, receives, *, group):
+    def counted(sends, receives, timeout, *, group):
         sent.extend(tensor.shape for tensor, _ in sends)
-        exchange(sends, receives, group=group)
+        exchange(sends, receives, timeout, group=group)
 
     forward = stage.forward
 
@@ -275,6 +275,12 @@ def one_loss(world):
         pipeline.loss(lambda: (task_loss(model, batch), {}))
     if world.rank == 1:
         hook.remove()
+        model.blocks[1].register_full_backward_pre_hook(fail)
+    failing = pipeline.loss(lambda: (task_loss(model, batch), {}))[0]
+    # The last stage has sent its gradient to the one that fails, for which the first one waits.
+    errors = [(LockstepError, "a later stage"), (ValueError, "a block failed")]
+    with refuses(*errors[world.rank]) if world.rank < 2 else nullcontext(), pipeline.backward():
+        failing.backward()
     # The stages are at the same place afterwards.
     again = pipeline.loss(lambda: (task_loss(model, batch), {}))[0]
     return (
@@ -291,6 +297,27 @@ def fail(module, args):
 
 def test_a_loss_of_all_stages_has_the_gradients_of_one_process():
     assert run(one_loss, 3) == [(True, True, True, True)] * 3
+
+
+def slow_stage(world):
+    """A stage waits for a longer time than its groups had to form, as after the failure of a rank."""
+    world._patience = 1.5
+    form_replicas(world, pipeline=2)
+    model = make("untied")
+    pipeline = Pipeline(stage_of(world, model), world.part("pp"))
+    batch = micro_batches()[0]
+
+    def compute():
+        time.sleep(2.0 * (world.rank == 0))
+        return task_loss(model, batch), {}
+
+    with torch.no_grad():
+        return float(pipeline.loss(compute)[0])
+
+
+def test_a_stage_may_take_the_timeout_in_groups_that_formed_in_less():
+    losses = run(slow_stage, 2)
+    assert losses[0] == losses[1]
 
 
 class Sleeping(nn.Module):

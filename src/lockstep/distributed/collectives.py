@@ -2,7 +2,7 @@
 
     all_reduce(tensor, group=world.control)  # on the host; group=world.group: on the device
     wait(work)                              # of a collective with `async_op`
-    exchange([(tensor, 1)], [(empty, 1)], group=world.group)    # with single ranks
+    exchange([(tensor, 1)], [(empty, 1)], timeout, group=world.group)   # with single ranks
     full_tensor(parameter)                  # of a DTensor
 
 All collectives of lockstep go through here or through `World`, so that every caller sees the same error. Those that
@@ -94,22 +94,27 @@ def barrier(*, group: ProcessGroup | None, **options: Any) -> Any:
     return _issue(dist.barrier, group=group, **options)  # collective
 
 
-# Ranks of single messages are those in the group.
+# Ranks of single messages are those in the group. Each wait has a timeout of its own: gloo's would be that with which
+# the group was formed, which is short after the failure of a rank.
 
 
 def isend(tensor: Tensor, rank: int, *, group: ProcessGroup | None) -> dist.Work:
-    """Begin to send a tensor to one rank; keep it, and `wait` for the result."""
+    """Begin to send a tensor to one rank; keep it, and `wait` for the result with a timeout."""
     work: dist.Work = _issue(dist.isend, tensor, group=group, group_dst=rank)
     return work
 
 
-def recv(tensor: Tensor, rank: int, *, group: ProcessGroup | None) -> None:
-    """Receive a tensor from one rank, in place. Blocks until it is there."""
-    _issue(dist.recv, tensor, group=group, group_src=rank)
+def recv(tensor: Tensor, rank: int, timeout: timedelta, *, group: ProcessGroup | None) -> None:
+    """Receive a tensor on the host from one rank, in place. Blocks until it is there."""
+    wait(_issue(dist.irecv, tensor, group=group, group_src=rank), timeout)
 
 
 def exchange(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, group: ProcessGroup | None
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    timeout: timedelta,
+    *,
+    group: ProcessGroup | None,
 ) -> None:
     """Send and receive tensors, each with its rank, all at once. Blocks until all are through.
 
@@ -117,13 +122,15 @@ def exchange(
     for each other there.
     """
     operations = []
-    for tensor, rank in sends:
-        operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=rank))
-    for tensor, rank in receives:
-        operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
+    is_on_host = False
+    for issue, messages in ((dist.isend, sends), (dist.irecv, receives)):
+        for tensor, rank in messages:
+            operations.append(dist.P2POp(issue, tensor, group=group, group_peer=rank))
+            is_on_host = tensor.device.type == "cpu"
     if operations:
         for work in _issue(dist.batch_isend_irecv, operations):
-            wait(work)
+            # NCCL has the group's timeout, and would block the host with another.
+            wait(work, timeout if is_on_host else None)
 
 
 def wait(work: dist.Work, timeout: timedelta | None = None) -> None:

@@ -68,7 +68,8 @@ def _form_gradient_group(world: World, parts: dict[str, World], mesh: DeviceMesh
     both = mesh["dp", "cp"]
     group = world.form_part("dp_cp", both.mesh.flatten().tolist())  # collective
     assert group.group is not None
-    group.mesh = DeviceMesh.from_group(group.group, world.device.type, mesh_dim_names=("dp_cp",))
+    mesh = DeviceMesh.from_group(group.group, world.device.type, mesh_dim_names=("dp_cp",))
+    group.mesh = _keep_mesh(world, mesh)
     context = parts["cp"]
     group.replicas = Replicas(parts["dp"], context, group, {"cp": context}, (), (), ())
     return group

@@ -318,17 +318,17 @@ class World:
     def _release_groups(self) -> "list[dist.ProcessGroup | None]":
         """Give up the groups of this world and its parts, except the default one."""
         groups = [self.control]
+        parts: list[World] = []
         if self.replicas:
             replicas = self.replicas
-            for part in (
-                replicas.data_parallel,
-                replicas.gradient_group,
-                replicas.replica,
-                *replicas.parts.values(),
-            ):
-                # One dimension's ranks may be all of the replica's.
-                if part.control not in groups:
-                    groups += [part.control, part.group]
+            parts = [replicas.data_parallel, replicas.gradient_group, replicas.replica, *replicas.parts.values()]
+        for part in parts:
+            # One dimension's ranks may be all of the replica's.
+            if part.control not in groups:
+                groups += [part.control, part.group]
+        for part in parts:
+            # A pipeline keeps its part until it gets the next one.
+            part.control = part.group = None
         self.control = self.replicas = None
         for mesh in self.meshes.values():
             # Private to DeviceMesh: its registry keeps references to the groups.

@@ -305,7 +305,9 @@ class ReplicatedEngine:
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
-        self._roots.run(loss, scale)
+        pipeline = self._request.pipeline
+        with pipeline.backward() if pipeline else NOTHING:
+            self._roots.run(loss, scale)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 # Private: torch has no public way to leave dispatch modes for a while.
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,8 +41,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DIMENSIONS = 8
 # Of a header: dtype, number of dimensions, and the dimensions.
 _NUMBERS = 2 + _DIMENSIONS
-# In place of a dtype: an earlier stage has failed, and nothing follows.
+# In place of a dtype: a neighbour has failed, and nothing follows.
 _FAILED = -1
+# The same: a gradient follows.
+_GRADIENT = -2
 # A loss, 0-dim, and the numbers that the task returned with it.
 Loss = tuple[Tensor, Mapping[str, Any]]
 
@@ -84,8 +88,7 @@ class _ReceivedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Blocks until the previous stage has it, which waits for it.
-        ctx.pipeline._transfer(gradient=gradient.contiguous())
+        ctx.pipeline._send_gradient(gradient.contiguous())
         return None, None, None
 
 
@@ -101,13 +104,13 @@ class _LossElsewhere(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, unused: Tensor) -> Any:
         (output,) = ctx.saved_tensors
-        # Blocks for the gradient, without which there is no backward. The last stage has applied weights and scales.
-        gradient = ctx.pipeline._transfer(backward_of=_InFlight(0, None, output))[1]
+        # The last stage has applied weights and scales.
+        gradient = ctx.pipeline._receive_gradient(output)
         return None, gradient if ctx.needs_input_grad[1] else None, None, None
 
 
-class _EarlierStageFailed(Exception):
-    """A header that says that no hidden states follow."""
+class _NeighbourFailed(Exception):
+    """A header that says that neither hidden states nor a gradient follow."""
 
 
 class Pipeline:
@@ -118,6 +121,7 @@ class Pipeline:
         stages: its ranks are the stages, in order.
 
     Attributes:
+        stages: as above; the caller replaces it by that of the next groups after a rank has failed.
         is_scheduled: `passes` runs, and expects the task's own loss, which ends with the stage.
     """
 
@@ -126,13 +130,23 @@ class Pipeline:
         self.stages = stages
         self.is_scheduled = False
         self._shares = True
+        # The previous stage waits for the gradient of a `loss`.
+        self._owes_gradient = False
         self._index = stage.index
-        self._group = stages.group
-        self._control = stages.control
         self._device = stages.device
+        self._timeout = timedelta(seconds=stages.timeout)
         self._header_bytes = 8 * _NUMBERS + generator_states(stages.device).numel()
         # Has the graphs begin on every stage, also where nothing is trained.
         self._anchor = torch.zeros((), device=stages.device, requires_grad=True)
+
+    # Asked each time, as `stages` changes.
+    @property
+    def _group(self) -> ProcessGroup | None:
+        return self.stages.group
+
+    @property
+    def _control(self) -> ProcessGroup | None:
+        return self.stages.control
 
     def loss(self, compute: Callable[[], Loss]) -> Loss:
         """Return the task's loss of a micro-batch, one stage after the other. Collective over the stages.
@@ -157,6 +171,40 @@ class Pipeline:
         if torch.is_grad_enabled():
             loss = _LossElsewhere.apply(self._anchor, output, loss, self)  # type: ignore[no-untyped-call]
         return loss, numbers
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Let the previous stage know if the backward of a `loss` fails, which runs in this context."""
+        self._owes_gradient = not self._index.is_first
+        try:
+            yield
+        except Exception:
+            # What fails after the gradient is this stage's alone.
+            if self._owes_gradient:
+                self._send_code(_FAILED, self._index.index - 1)
+            raise
+        finally:
+            self._owes_gradient = False
+
+    def _send_gradient(self, gradient: Tensor) -> None:
+        """Send the gradient of this stage's input, in the backward of a `loss`."""
+        self._owes_gradient = False
+        self._send_code(_GRADIENT, self._index.index - 1)
+        # Blocks until the previous stage has it, which waits for it.
+        self._transfer(gradient=gradient)
+
+    def _receive_gradient(self, output: Tensor) -> Tensor:
+        """Receive the gradient of this stage's output, in the backward of a `loss`."""
+        try:
+            # Blocks, as there is no backward without the gradient.
+            self._receive_header(self._index.index + 1)
+        except _NeighbourFailed as failure:
+            error = LockstepError("a later stage of the pipeline failed; its own error says why")
+            error.relayed = True
+            raise error from failure
+        gradient = self._transfer(backward_of=_InFlight(0, None, output))[1]
+        assert gradient is not None
+        return gradient
 
     def metrics(self, compute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return what a task computes from the model's output, as `loss` does. Collective over the stages.
@@ -203,7 +251,7 @@ class Pipeline:
             output = self._run_stage(compute)
             if self._shares and self._index.is_last:
                 values = encode(output)
-        except _EarlierStageFailed as failure:
+        except _NeighbourFailed as failure:
             self._send_failure()
             if not self._shares:
                 raise LockstepError("an earlier stage of the pipeline failed; its own error says why") from failure
@@ -239,11 +287,15 @@ class Pipeline:
     def _send_failure(self) -> None:
         """Tell the next stage that nothing follows."""
         if not self._index.is_last:
-            header = torch.zeros(self._header_bytes, dtype=torch.uint8, device="cpu")
-            header[:8] = as_bytes(torch.tensor([_FAILED], device="cpu"))
-            # Blocks until the next stage has read it, which does nothing else before.
-            with _disable_current_modes():
-                collectives.wait(collectives.isend(header, self._index.index + 1, group=self._control))
+            self._send_code(_FAILED, self._index.index + 1)
+
+    def _send_code(self, code: int, rank: int) -> None:
+        """Send a header without hidden states."""
+        header = torch.zeros(self._header_bytes, dtype=torch.uint8, device="cpu")
+        header[:8] = as_bytes(torch.tensor([code], device="cpu"))
+        # Blocks until the other stage has read it, which does nothing else before.
+        with _disable_current_modes():
+            collectives.wait(collectives.isend(header, rank, group=self._control), self._timeout)
 
     def passes(
         self, count: int, loss: Callable[[int], Tensor], backward: Callable[[int, Tensor], None]
@@ -364,24 +416,29 @@ class Pipeline:
             arrival = self._prepare_arrival()
             receives.append((arrival.hidden, index - 1))
         # Blocks, see the callers: each of them needs what it receives for the next thing that it computes.
-        collectives.exchange(sends, receives, group=self._group)
+        collectives.exchange(sends, receives, self._timeout, group=self._group)
         if sent_header is not None:
             # Does not block: the receiver read it before it took the tensors.
-            collectives.wait(sent_header)
+            collectives.wait(sent_header, self._timeout)
         if arrival is not None and torch.is_grad_enabled():
             arrival.hidden.requires_grad_()
         return arrival, received
 
     def _prepare_arrival(self) -> StageInput:
         """Receive a micro-batch's header, and return the states in it with memory for the hidden states."""
-        header = torch.empty(self._header_bytes, dtype=torch.uint8)
         # Blocks until the previous stage has issued its forward; without the header the shape is not known.
-        collectives.recv(header, self._index.index - 1, group=self._control)
-        code, dimensions, *sizes = from_bytes(header[: 8 * _NUMBERS], torch.int64, [_NUMBERS]).tolist()
-        if code == _FAILED:
-            raise _EarlierStageFailed
+        header = self._receive_header(self._index.index - 1)
+        code, dimensions, *sizes = _numbers_in(header)
         hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[code], device=self._device)
         return StageInput(hidden, header[8 * _NUMBERS :])
+
+    def _receive_header(self, rank: int) -> Tensor:
+        """Receive a header from a neighbour. Raises _NeighbourFailed. Blocks until it is sent."""
+        header = torch.empty(self._header_bytes, dtype=torch.uint8)
+        collectives.recv(header, rank, self._timeout, group=self._control)
+        if _numbers_in(header)[0] == _FAILED:
+            raise _NeighbourFailed
+        return header
 
     def add_tied(self, model: nn.Module) -> None:
         """Add the gradients of weights that both ends hold, on both. Collective over the two.
@@ -399,13 +456,19 @@ class Pipeline:
             other = torch.empty_like(own)
             peer = ends[self._index.index]
             # Blocks until the other end has finished its backwards; the update needs the sum.
-            collectives.exchange([(own, peer)], [(other, peer)], group=self._group)
+            collectives.exchange([(own, peer)], [(other, peer)], self._timeout, group=self._group)
             # The first stage's first on both, so that both get the same bits.
             total = own + other if self._index.is_first else other + own
             if gradient is None:
                 parameter.grad = gradient_like(parameter, total)
             else:
                 gradient.copy_(total)
+
+
+def _numbers_in(header: Tensor) -> list[int]:
+    """Return a header's dtype or code, number of dimensions, and dimensions."""
+    numbers: list[int] = from_bytes(header[: 8 * _NUMBERS], torch.int64, [_NUMBERS]).tolist()
+    return numbers
 
 
 def _values_of(output: Loss) -> tuple[float, str, Mapping[str, Any]]:

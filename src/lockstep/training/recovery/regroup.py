@@ -33,7 +33,6 @@ from lockstep.errors import PeerError
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.tensors import is_dtensor
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.start.build import divide_joiner
 from lockstep.training.start.build_engine import build_engine, build_optimizer
@@ -92,8 +91,6 @@ def explain_no_recovery(built: RunParts) -> str:
     name = name_of(built.config.engine, built.world)
     if obstacle := explain_no_replica(name, built.config.engine_options, built.groups.optimizer):
         return obstacle
-    if built.world.replica.size != built.config.parallel.tensor:
-        return "other ranks cannot take over the positions or layers that its rank had"
     if built.world.device.type == "cuda":
         return "a collective on CUDA devices cannot be aborted yet when a rank fails"
     if built.task.state_dict():
@@ -106,7 +103,7 @@ def explain_no_recovery(built: RunParts) -> str:
 def ranks_per_replica(config: Config, world: World) -> int:
     """Return the number of ranks that together have one copy of the states."""
     engine = engine_class(name_of(config.engine, world))
-    return config.parallel.tensor * engine.replica_size(config.engine_options, world.data_parallel)
+    return config.parallel.size * engine.replica_size(config.engine_options, world.data_parallel)
 
 
 def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
@@ -136,7 +133,7 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
     for parameter in built.model.parameters():
         parameter.grad = None
     state = built.tensors()
-    divides = member.is_new and built.config.parallel.tensor > 1
+    divides = member.is_new and built.config.parallel.size > 1
     if divides or (member.is_new and ENGINES[name_of(built.config.engine, built.world)].places_model):
         # The parameters that these tensors belong to will be replaced.
         state = {}
@@ -160,6 +157,8 @@ def regroup(status: RunStatus, built: RunParts, member: Member) -> None:
                 raise Rebuild(_explain_rebuild(generation))
             with translate_errors():
                 _form_replicas(status, built, divides=divides)  # collective
+                # Where another rank fails from here on, this process has its part already.
+                divides = False
                 _restore(status, built, generation, sources, state)
                 _take_over(status.outputs, built, *before)
             break
@@ -180,13 +179,14 @@ def _form_replicas(status: RunStatus, built: RunParts, *, divides: bool) -> None
     """Form the replicas of a new world, whose ranks keep their parts of the model. Collective.
 
     Args:
-        divides: this process joins with a complete model, and divides it now.
+        divides: this process joins with a complete model, and keeps its part of it now.
     """
     form_replicas(built.config, built.world)  # collective
-    # Where another rank has failed since, this is not its first time here.
-    if divides and not any(map(is_dtensor, built.model.parameters())):
+    if divides:
         divide_joiner(built, built.world)
         status.hold(built)
+    if built.pipeline:
+        built.pipeline.stages = built.world.part("pp")
 
 
 def _regroup_world(ranks: RunRanks, world: World, member: Member, generation: Generation) -> World:
@@ -366,9 +366,9 @@ def _restore(
     if built.state.trained:
         restore_initial_set(built.model, built.state)
     if built.state.trained and optimizer is not None:
-        built.groups.replace_optimizer(build_optimizer(config, task, built.model))
+        built.groups.replace_optimizer(build_optimizer(config, task, built.model, built.pipeline))
     parts = (config, task, built.model, world, built.groups, built.batches)
-    built.engine = build_engine(*parts, notify(world), built.state)
+    built.engine = build_engine(*parts, notify(world), built.state, built.pipeline)
     load_broadcast(built, state, newest.steps)
 
 

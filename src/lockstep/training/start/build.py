@@ -173,7 +173,7 @@ def build_together(
     world.agree()
     groups = OptimizerGroups(gradients=GradientNorms(opening.requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
-    pipeline = cut_pipeline(settings, task, model, world, batches)
+    pipeline = None if request.joining else cut_pipeline(settings, task, model, world, batches)
     if pipeline:
         task = stage_task(task, pipeline)
     engine = build_engine(settings, task, model, world, groups, batches, notify(world), state, pipeline)
@@ -321,8 +321,9 @@ def _make_draft(opening: _Opening, user_task: Any, world: World, request: BuildR
         say("the model is in double precision: trained as it is, with --precision float64")
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
-    # After the precision, whose context is inside.
-    task = divide_sequences(requested, task, model, world)
+    if not request.joining:
+        # After the precision, whose context is inside.
+        task = divide_sequences(requested, task, model, world)
     # Now task, model and data decide the remaining values and the plan.
     facts = _task_facts(task, model, samples, training.order, start)
     sizes = tuple(len(dataset) for dataset in evaluation_sets.values())
@@ -340,7 +341,7 @@ def _fixes_cut(draft: Config, training: TrainingSet, request: BuildRequest) -> b
 
 def _config_of_ranks(draft: Config, *, fixed_cut: bool) -> Config:
     """Return the configuration of a process that builds alone, for a run of several ranks."""
-    # `divide_joiner` divides the model, once the process has its replica.
+    # `divide_joiner` divides model and task, once the process has its replica.
     draft = dataclasses.replace(draft, parallel=Parallel())
     if fixed_cut:
         return draft
@@ -645,7 +646,7 @@ def build_joiner(spec: RunSpec, inputs: BuildInputs, world: World, member: Membe
 
 
 def divide_joiner(built: RunParts, world: World) -> None:
-    """Make the model of a process that joins once more, and keep its part. Changes `built`.
+    """Make the model of a process that joins once more, and keep its part of model and task. Changes `built`.
 
     The first one was made complete, since this process had no replica yet. It is made again because preparing a model
     for training may hide layers that are to be divided.
@@ -657,3 +658,7 @@ def divide_joiner(built: RunParts, world: World) -> None:
     alone = World(0, world.local_rank, 1, world.device, world.timeout, quiet=True)
     alone.replicas = world.replicas
     built.model = build_model(built.config, built.task, alone, built.state, lambda line: None)
+    built.task = divide_sequences(built.config, built.task, built.model, alone)
+    built.pipeline = cut_pipeline(built.config, built.task, built.model, alone, built.batches)
+    if built.pipeline:
+        built.task = stage_task(built.task, built.pipeline)
