@@ -315,7 +315,7 @@ def slow_stage(world):
         return float(pipeline.loss(compute)[0])
 
 
-def test_a_stage_may_take_the_timeout_in_groups_that_formed_in_less():
+def test_a_stage_may_take_longer_than_its_groups_had_to_form():
     losses = run(slow_stage, 2)
     assert losses[0] == losses[1]
 

@@ -134,7 +134,7 @@ def exchange(
 
 
 def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for a collective that was issued with `async_op`; `timeout` is shorter than the group's."""
+    """Wait for a collective that was issued with `async_op`; `timeout` is in place of the group's."""
     if timeout is None:
         _issue(work.wait)
         return

@@ -187,6 +187,9 @@ def _form_replicas(status: RunStatus, built: RunParts, *, divides: bool) -> None
         status.hold(built)
     if built.pipeline:
         built.pipeline.stages = built.world.part("pp")
+    if built.config.parallel.size > 1:
+        # A model may take longer to make and divide than the next groups have to form.
+        built.world.barrier()  # collective
 
 
 def _regroup_world(ranks: RunRanks, world: World, member: Member, generation: Generation) -> World:
