@@ -47,6 +47,7 @@ class Divided(lockstep.Task):
         logits = model(batch["inputs"], positions=batch.get("positions"))
         return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 """
+SLOW_CONTEXT = pytest.param("context", marks=pytest.mark.slow)
 SETTINGS = "--device cpu --batch-size 8 --micro-batch-size 2 --optim.clip 0.5 --optim.ema 0.9"
 SETTINGS += " --log-freq 1 --ckpt-freq 5 --eval-freq 5"
 
@@ -85,7 +86,7 @@ def undisturbed(tmp_path_factory):
     return run_whole
 
 
-@pytest.mark.parametrize("degree", ["tensor", pytest.param("context", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize("degree", ["tensor", SLOW_CONTEXT, pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_other_replica_trains_to_the_end_with_the_same_bits(tmp_path, undisturbed, degree):
     fault = {"rank": 1, "step": 6, "at": UPDATE, "do": "kill"}
     run = launched(tmp_path / "runs", degree, "--exact", "--max-steps", "14", faults=[fault])
@@ -96,7 +97,7 @@ def test_other_replica_trains_to_the_end_with_the_same_bits(tmp_path, undisturbe
     assert run.state["losses"] == 1
 
 
-@pytest.mark.parametrize("degree", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("degree", ["tensor", SLOW_CONTEXT, "pipeline"])
 def test_new_replica_joins_with_the_parts_of_the_other(tmp_path, degree):
     slow = [{"rank": rank, "at": BEAT, "do": "sleep", "seconds": 0.03, "always": True} for rank in range(4)]
     fault = {"rank": 1, "step": 6, "at": UPDATE, "do": "kill"}
