@@ -43,16 +43,16 @@ def describe(answer: PlanResult) -> str:
     when += " of the first step, with gradients next to DDP's buffers" if estimate.phase.startswith("first ") else ""
     devices = f"{answer.size} x {device.name}"
     pipeline = config.parallel.pipeline
-    ranks = "each rank"
+    who = "each rank"
     if pipeline > 1:
-        ranks = f"a rank of stage {estimate.stage} (of {pipeline}, from 0), which takes most,"
+        who = f"a rank of stage {estimate.stage} (of {pipeline}, from 0), which takes most,"
     if config.parallel.size > 1:
         devices += f" as {answer.size // config.parallel.size} x {config.parallel.size} for one model"
     lines = [
         f"{answer.sizes.parameters:,} parameters ({answer.sizes.trained:,} trained), {config.precision}; "
         f"{devices}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
         f"{config.micro_size}, {estimate.slots} on a rank",
-        f"{ranks} uses {bytes_text(estimate.peak)} of {bytes_text(device.room)}: {verdict}",
+        f"{who} uses {bytes_text(estimate.peak)} of {bytes_text(device.room)}: {verdict}",
         "",
         f"memory at the peak ({when}):",
     ]
@@ -211,11 +211,11 @@ def run(own: argparse.Namespace) -> int:
         sized = dataclasses.replace(sized, micro_batch_size=micro)
         answers.append(_plan(sized, task, size, device, fast=own.fast, open_batch=is_open))
         if not own.json:
-            print(("\n" if len(answers) > 1 else "") + describe(answers[-1]), flush=True)
+            # A plan is one process; its ranks are fake.
+            print(("\n" if len(answers) > 1 else "") + describe(answers[-1]), flush=True)  # noqa: LS028
     if own.json:
-        print(
-            json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(answer) for answer in answers]), flush=True
-        )
+        values_by_size = as_json(answers[0]) if len(sizes) == 1 else [as_json(answer) for answer in answers]
+        print(json.dumps(values_by_size), flush=True)  # noqa: LS028
     if all(answer.fits for answer in answers):
         return 0
     return _NOTHING_FITS
