@@ -210,6 +210,7 @@ def test_the_bubble_and_the_stage_are_printed():
         (Tiny, {"parallel": Parallel(pipeline=4), "batch_size": 32}, "--parallel.pipeline 4: the model has 2 repeated"),
         (Tiny, {"parallel": STAGES, "batch_size": 4}, "--parallel.pipeline 2: a replica has 1 micro-batches a step"),
         (Divided, {"parallel": SEQUENCES}, "--parallel.context 2: the task Divided does not say what its sequences"),
+        (Tiny, {"parallel": Parallel(pipeline=2, context=2)}, "plan does not know both together"),
         (Tiny, {"parallel": Parallel(context=16)}, "--parallel.context 16: the sequences of a batch have"),
     ],
 )
