@@ -164,15 +164,19 @@ def _attention_by_chunks(query: Tensor, key: Tensor, value: Tensor, scale: float
     size = query.shape[2] // 2
     for chunk, part in zip((group.rank, 2 * group.size - 1 - group.rank), query.chunk(2, dim=2), strict=True):
         end = (chunk + 1) * size
-        # On CUDA a bias that flash attention knows: a mask would exclude it.
-        mask: Tensor
-        if query.is_cuda:
-            mask = causal_lower_right(size, end)
-        else:
-            mask = torch.ones(size, end, dtype=torch.bool, device=query.device).tril(end - size)
+        mask = _last_rows(size, end, query.device)
         keys = key[:, :, :end]
         mixed.append(F.scaled_dot_product_attention(part, keys, value[:, :, :end], attn_mask=mask, scale=scale))
     return torch.cat(mixed, dim=2)
+
+
+def _last_rows(size: int, end: int, device: torch.device) -> Tensor:
+    """Return the last `size` rows of a causal mask over `end` positions."""
+    if device.type == "cuda":
+        # A bias that flash attention knows: a mask would exclude it.
+        bias: Tensor = causal_lower_right(size, end)
+        return bias
+    return torch.ones(size, end, dtype=torch.bool, device=device).tril(end - size)
 
 
 def _attention_with_dropout(

@@ -24,10 +24,12 @@ from lockstep.diagnose.plan.subject import subject_of
 from lockstep.diagnose.plan.trace import trace_step
 from lockstep.distributed.world import World
 from lockstep.engines.exact import held_at_most
-from lockstep.engines.registry import engine
+from lockstep.engines.registry import make_engine
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import ConfigError
 from lockstep.run_state import RunState
 from lockstep.training.start.build_engine import build_model, build_optimizer
+from lockstep.training.start.replicas import divide_sequences, make_pipeline
 
 CPU = device_of("cpu")
 
@@ -79,30 +81,42 @@ class Stack(lockstep.Task):
 
 def measured(world, config, task, steps=3, load=None):
     """The most that tensors take in the steps, the first among them, batches apart."""
-    settings = {"clip": config.optim.clip, "exact_micro_batches": config.micro_batches if config.exact else 0}
     found = 0
     with Held() as held:
         model = build_model(config, task, world, RunState(), lambda line: None)
-        made = engine(
-            config.engine,
-            model,
-            lambda each: build_optimizer(config, task, each),
-            world,
-            blocks=task.blocks(model) or (),
-            options=config.engine_options,
-            ema=config.optim.ema,
-            **settings,
-        )
+        task = divide_sequences(config, task, model, world)
         size = config.micro_size
         batch = load(size) if load else task.collate([Samples()[place] for place in range(size)])
         own = sum(part.nbytes for part in tree_leaves(batch))
         slots = -(-config.micro_batches // world.data_parallel.size)
+        pipeline = None
+        if config.parallel.pipeline > 1:
+            pipeline = make_pipeline(config, task, model, world, slots, lambda: batch)
+        request = EngineRequest(
+            clip=config.optim.clip,
+            exact=config.micro_batches if config.exact else 0,
+            blocks=tuple(task.blocks(model) or ()),
+            options=config.engine_options,
+            ema=config.optim.ema,
+            pipeline=pipeline,
+        )
+        made = make_engine(
+            config.engine, model, lambda each: build_optimizer(config, task, each, pipeline), world, request
+        )
+
+        def forward(slot):
+            with made.accumulate(last=slot == slots - 1):
+                return task.loss(made.model, batch)
+
         for _ in range(steps):
             gc.collect()
             held.peak = held.now
-            for slot in range(slots):
-                with made.accumulate(last=slot == slots - 1):
-                    made.backward(task.loss(made.model, batch), 1.0)
+            if pipeline:
+                pipeline.passes(slots, forward, lambda _, loss: made.backward(loss, 1.0))
+            else:
+                for slot in range(slots):
+                    with made.accumulate(last=slot == slots - 1):
+                        made.backward(task.loss(made.model, batch), 1.0)
             made.step(1.0)
             found = max(found, held.peak)
     return found - own

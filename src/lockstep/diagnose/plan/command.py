@@ -42,13 +42,17 @@ def describe(answer: PlanResult) -> str:
     when = _PHASES.get(estimate.phase.removeprefix("first ").removeprefix("middle ").split()[0], estimate.phase)
     when += " of the first step, with gradients next to DDP's buffers" if estimate.phase.startswith("first ") else ""
     devices = f"{answer.size} x {device.name}"
+    pipeline = config.parallel.pipeline
+    who = "each rank"
+    if pipeline > 1:
+        who = f"a rank of stage {estimate.stage} (of {pipeline}, from 0), which takes most,"
     if config.parallel.size > 1:
         devices += f" as {answer.size // config.parallel.size} x {config.parallel.size} for one model"
     lines = [
         f"{answer.sizes.parameters:,} parameters ({answer.sizes.trained:,} trained), {config.precision}; "
         f"{devices}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
         f"{config.micro_size}, {estimate.slots} on a rank",
-        f"each rank uses {bytes_text(estimate.peak)} of {bytes_text(device.room)}: {verdict}",
+        f"{who} uses {bytes_text(estimate.peak)} of {bytes_text(device.room)}: {verdict}",
         "",
         f"memory at the peak ({when}):",
     ]
@@ -61,6 +65,11 @@ def describe(answer: PlanResult) -> str:
         f"a step takes about {_seconds(times.step)}: {_seconds(times.compute)} compute, {_seconds(times.update)} "
         f"update, {_seconds(times.exposed)} exposed exchange (an estimate, not a measurement)",
     ]
+    if pipeline > 1:
+        lines.append(
+            f"a stage waits for {estimate.bubble:.0%} of the time of the passes: {pipeline} stages share "
+            f"{estimate.slots} micro-batches a step; more of them make it less"
+        )
     compute = estimate.work["compute"]
     if compute.messages:
         lines.append(
@@ -146,6 +155,8 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
             "ranks": answer.config.parallel.size,
             "sent_bytes": estimate.work["compute"].sent,
             "messages": estimate.work["compute"].messages,
+            "stage": estimate.stage,
+            "bubble": estimate.bubble,
         },
         "step_seconds": times.step,
         "step_parts": {"compute": times.compute, "update": times.update, "exchange": times.exposed},
@@ -182,8 +193,6 @@ def run(own: argparse.Namespace) -> int:
     device = _device(str(values.pop("device", "auto")), own.memory)
     options = frozenset(values)
     config = cli.build(cli.apply_preset(values))
-    if config.parallel.size > config.parallel.tensor:
-        raise ConfigError(f"{config.parallel.flags}: plan knows --parallel.tensor alone yet; leave the others out")
     for size in sizes:
         check_size(size, config.parallel)
     task = None
@@ -202,11 +211,11 @@ def run(own: argparse.Namespace) -> int:
         sized = dataclasses.replace(sized, micro_batch_size=micro)
         answers.append(_plan(sized, task, size, device, fast=own.fast, open_batch=is_open))
         if not own.json:
-            print(("\n" if len(answers) > 1 else "") + describe(answers[-1]), flush=True)
+            # A plan is one process; its ranks are fake.
+            print(("\n" if len(answers) > 1 else "") + describe(answers[-1]), flush=True)  # noqa: LS028
     if own.json:
-        print(
-            json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(answer) for answer in answers]), flush=True
-        )
+        values_by_size = as_json(answers[0]) if len(sizes) == 1 else [as_json(answer) for answer in answers]
+        print(json.dumps(values_by_size), flush=True)  # noqa: LS028
     if all(answer.fits for answer in answers):
         return 0
     return _NOTHING_FITS

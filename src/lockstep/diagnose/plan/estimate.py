@@ -21,7 +21,7 @@ from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.data.device import AHEAD
 from lockstep.diagnose.plan.devices import DeviceSpec, device_of
-from lockstep.diagnose.plan.fakes import fake_world
+from lockstep.diagnose.plan.fakes import fake_world, without_modes
 from lockstep.diagnose.plan.recorder import OperationRecorder, Work
 from lockstep.diagnose.plan.subject import Subject, call_task, layers_of
 from lockstep.diagnose.plan.trace import PlanTrace, Untraceable, probe_step, trace_step, unlike
@@ -29,8 +29,9 @@ from lockstep.engines.exact import check_servable, held_at_most
 from lockstep.engines.registry import engine_class, name_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import describe_value
+from lockstep.parallel.stages import StageIndex, check_pipeline
 from lockstep.tensors import local_of
-from lockstep.training.start.replicas import divide_model
+from lockstep.training.start.replicas import divide_model, divide_sequences, make_pipeline
 from lockstep.training.start.resolve import Facts, resolve
 
 __all__ = [
@@ -139,10 +140,12 @@ class MemoryEstimate:
         config: the estimated one, without "auto".
         peak: the maximum, with the device's allowance.
         phase: of the peak.
+        stage: of the pipeline, which has the peak; 0 without one.
         parts: bytes by name at the peak; their sum is `peak`.
-        phases: the maximum of the tensors in each phase, without batches and allowance.
-        held: between two steps, without batches.
-        work: by "compute" and "update".
+        phases: the maximum of the tensors in each phase, without batches and allowance. Of a pipeline, those of the
+            stages that may take most, as "stage 0 forward 1".
+        held: between two steps, without batches; of the stage that holds most.
+        work: by "compute" and "update"; of the slowest stage.
         slots: micro-batches of the busiest rank in a step.
         batch: bytes of one.
     """
@@ -156,6 +159,16 @@ class MemoryEstimate:
     work: dict[str, Work]
     slots: int
     batch: float = 0.0
+    stage: int = 0
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step's passes in which a stage of the pipeline waits; 0 without one.
+
+        It is (P - 1) / (M + P - 1), with M micro-batches: Narayanan et al., arXiv 2104.04473, section 2.2.1.
+        """
+        others = self.config.parallel.pipeline - 1
+        return others / (self.slots + others)
 
 
 class Planner:
@@ -207,8 +220,14 @@ class Planner:
         """Return the number of replicas, which share the micro-batches of a step."""
         return self.size // config.parallel.size
 
+    def gradient_ranks(self, config: Config) -> int:
+        """Return the number of ranks over which gradients are summed, and over which an engine shards."""
+        return self.replicas(config) * config.parallel.context
+
     def part_sizes(self, config: Config) -> Sizes:
         """Return the sizes of what a rank of a replica has, before its engine shards it.
+
+        Of a pipeline's stages it is the one with most parameters.
 
         Raises:
             UsageError: the model cannot be divided so.
@@ -221,12 +240,27 @@ class Planner:
         return self._parts[parallel]
 
     def _divide(self, config: Config) -> Sizes:
+        found = Sizes(0, 0, self.sizes.layers)
+        for stage in _largest_stages(config.parallel.pipeline, self.sizes.layers):
+            sizes = self._divide_for(config, stage)
+            if sizes.parameters > found.parameters:
+                found = sizes
+        return found
+
+    def _divide_for(self, config: Config, stage: int) -> Sizes:
+        """Return the sizes of what a rank of a stage has."""
         task = self.subject.task
-        degrees = config.parallel.degrees
+        parallel = config.parallel
         # One replica, since another one has the same parts.
-        with fake_world(config.parallel.size, degrees=degrees) as world, OperationRecorder():
+        with fake_world(parallel.size, degrees=parallel.degrees, stage=stage) as world, OperationRecorder():
             model = call_task("model", task.model)
             divide_model(config, task, model, world)
+            task = divide_sequences(config, task, model, world)
+            if parallel.pipeline > 1:
+                with without_modes():
+                    batch = self.subject.batch(config.micro_size)
+                micro_batches = config.micro_batches // self.replicas(config)
+                make_pipeline(config, task, model, world, micro_batches, lambda: batch)
             count = 0
             trained = 0
             for p in model.parameters():
@@ -257,44 +291,83 @@ class Planner:
             UsageError: the engine or the model refuses.
         """
         layers = layers or self.sizes.layers
-        slots = -(-config.micro_batches // self.replicas(config))
-        if config.exact:
-            trace, copies = self._exact(config, layers, subject, slots)
-        else:
-            trace = self._at_depth(config, layers, subject, min(slots, unlike(config)))
-            copies = 0.0
-        return self._total(config, trace, slots, copies)
+        replicas = self.replicas(config)
+        slots = -(-config.micro_batches // replicas)
+        if config.parallel.pipeline == 1:
+            trace, copies = self._trace_stage(config, layers, subject, slots, 0)
+            return self._total(config, trace, slots, copies)
+        if config.parallel.context > 1:
+            # The hidden states that a stage receives would be of a part of each sequence.
+            raise ConfigError(f"{config.parallel.flags}: plan does not know both together yet; leave one out")
+        # Not with the trace, which may be that of another number of micro-batches.
+        task = self.subject.task
+        check_pipeline(config.parallel.pipeline, config.micro_batches // replicas, task, hooks=task.hooks is not None)
+        traces = {}
+        copies = 0.0
+        for stage in _largest_stages(config.parallel.pipeline, layers):
+            traces[stage], more = self._trace_stage(config, layers, subject, slots, stage)
+            copies = max(copies, more)
+        return self._total(config, _join_stages(traces), slots, copies)
 
-    def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[PlanTrace, float]:
+    def _trace_stage(
+        self, config: Config, layers: int, subject: Subject | None, slots: int, stage: int
+    ) -> tuple[PlanTrace, float]:
+        """Trace a rank of a stage; return the sums of exact mode that it lacks, as a number of gradients, too."""
+        # Micro-batches until as many are in flight as ever are, and one more, which finds gradients there.
+        in_flight = config.parallel.pipeline - stage
+        if config.exact:
+            return self._exact(config, layers, subject, slots, stage)
+        traced = min(slots, max(unlike(config), in_flight + 1))
+        return self._at_depth(config, layers, subject, traced, stage), 0.0
+
+    def _exact(
+        self, config: Config, layers: int, subject: Subject | None, slots: int, stage: int
+    ) -> tuple[PlanTrace, float]:
         """Extrapolate rank 0's tree by its doublings, and return the worst rank's extra memory."""
         steps = slots.bit_length() - 1
-        if steps <= 2:
-            trace = self._at_depth(config, layers, subject, 1 << steps)
-        else:
-            two, four = (self._at_depth(config, layers, subject, count) for count in (2, 4))
-            trace = _between(two, four, steps - 1.0)
+        degree = config.parallel.pipeline
+        # The doublings of the smaller trace, in which a pipeline is full.
+        first = max(1, (degree - 1).bit_length())
         replicas = self.replicas(config)
+        traced = 1 << steps
+        if steps <= first + 1:
+            # A pipeline with fewer micro-batches would have fewer in flight.
+            traced = slots if degree > 1 else traced
+            trace = self._at_depth(config, layers, subject, traced, stage)
+        else:
+            low, high = (self._at_depth(config, layers, subject, 1 << power, stage) for power in (first, first + 1))
+            trace = _between(low, high, float(steps - first))
         worst = held_at_most(config.micro_batches, replicas)
-        return trace, float(max(0, worst - held_at_most(replicas << steps, replicas)))
+        return trace, float(max(0, worst - held_at_most(replicas * traced, replicas)))
 
-    def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int) -> PlanTrace:
+    def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int, stage: int) -> PlanTrace:
         policy = config.activation_checkpointing
+        degree = config.parallel.pipeline
+        blocks = len(StageIndex(stage, degree).own(layers))
         # DeepSpeed's buckets end elsewhere at each depth, so the memory is no linear function of it.
-        if layers < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
+        if blocks < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
             full_depth = layers == self.sizes.layers
-            return self._trace_step(config, subject, 0 if full_depth else layers, slots)
-        low, high = (self._trace_step(config, subject, count, slots) for count in _SHALLOW)
-        return _between(low, high, (layers - _SHALLOW[0]) / (_SHALLOW[1] - _SHALLOW[0]))
+            return self._trace_step(config, subject, 0 if full_depth else layers, slots, stage)
+        low, high = (self._trace_step(config, subject, count * degree, slots, stage) for count in _SHALLOW)
+        apart = _SHALLOW[1] - _SHALLOW[0]
+        trace = _between(low, high, (blocks - _SHALLOW[0]) / apart)
+        # A stage is cut out of the whole model, which is made first.
+        start = low.peaks["start"] + (layers / degree - _SHALLOW[0]) / apart * (
+            high.peaks["start"] - low.peaks["start"]
+        )
+        return trace._replace(peaks=trace.peaks | {"start": start})
 
-    def _trace_step(self, config: Config, subject: Subject | None, layers: int, slots: int) -> PlanTrace:
+    def _trace_step(
+        self, config: Config, subject: Subject | None, layers: int, slots: int, stage: int = 0
+    ) -> PlanTrace:
         source = subject or self.subject
         # A trace has its own number of slots, so the batch size of the step must not be in the key.
         alike = dataclasses.replace(config, batch_size=config.micro_size)
-        key = (repr(alike), id(source), layers, slots)
+        key = (repr(alike), id(source), layers, slots, stage)
         if key not in self._traces:
             try:
                 self._traces[key] = trace_step(
-                    config, source, self.size, layers=layers, slots=slots, fused=not self.device.host
+                    config, source, self.size, layers=layers, slots=slots, fused=not self.device.host, stage=stage
                 )
             except Untraceable as error:
                 self._traces[key] = self._probe_step(config, source, slots, error)
@@ -304,8 +377,7 @@ class Planner:
         """Measure one process here, with real numbers."""
         if config.parallel.size > 1:
             raise Untraceable(
-                f"{error}; one process cannot measure a part of it instead: leave --parallel.tensor "
-                f"{config.parallel.tensor} out"
+                f"{error}; one process cannot measure a part of it instead: leave {config.parallel.flags} out"
             ) from error
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
@@ -325,18 +397,20 @@ class Planner:
         """Add batches, sums of a tree, and the device's allowance to a step's tensors."""
         phases = {}
         for name, size in trace.peaks.items():
+            # A model is made on the host. The stages of a pipeline are cut on the device.
             if name != "start" or self.device.host:
                 phases[name] = size
         phase = max(phases, key=lambda name: phases[name])
-        parts = dict(trace.parts.get(phase, {"rest": phases[phase]}))
+        stage, of_stage, own_phase = _split_phase(phase)
+        parts = dict(trace.parts.get(phase, {"parameters": phases[phase], "rest": 0.0}))
         unnamed = parts.pop("rest")
-        gradients = trace.parts.get("update", {}).get("gradients", 0.0)
+        gradients = trace.parts.get(f"{of_stage}update", {}).get("gradients", 0.0)
         parts |= {"activations and temporaries": unnamed, "sums of exact mode": copies * gradients}
         parts["batches"] = trace.batch * self.batches(slots)
         parts["fragments"] = self.device.fragments * sum(parts.values())
         parts = {name: size for name, size in parts.items() if size}
         peak = math.fsum(parts.values())
-        return MemoryEstimate(config, peak, phase, parts, phases, trace.held, trace.work, slots, trace.batch)
+        return MemoryEstimate(config, peak, own_phase, parts, phases, trace.held, trace.work, slots, trace.batch, stage)
 
     def batches(self, slots: int) -> int:
         """Count the micro-batches in the device's memory: a step's, or those prefetched."""
@@ -391,6 +465,55 @@ def _between(low: PlanTrace, high: PlanTrace, times: float) -> PlanTrace:
     )
 
 
+def _largest_stages(stages: int, layers: int) -> list[int]:
+    """Return the stages of a pipeline of which one takes most memory.
+
+    A later stage has fewer micro-batches in flight. So it takes more than the first only with more blocks, or as the
+    last, which has what follows them.
+
+    Args:
+        layers: equal blocks; 0: they are not equal, so each stage may take most.
+    """
+    if stages == 1:
+        return [0]
+    if not layers:
+        return list(range(stages))
+    first = len(StageIndex(0, stages).own(layers))
+    for stage in range(1, stages - 1):
+        if len(StageIndex(stage, stages).own(layers)) > first:
+            return [0, stage, stages - 1]
+    return [0, stages - 1]
+
+
+def _join_stages(traces: dict[int, PlanTrace]) -> PlanTrace:
+    """Return the phases of several stages by their names in `MemoryEstimate.phases`, and the work of the slowest."""
+    peaks: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
+    for stage, trace in traces.items():
+        for name, size in trace.peaks.items():
+            peaks[f"stage {stage} {name}"] = size
+        for name, sizes in trace.parts.items():
+            parts[f"stage {stage} {name}"] = sizes
+    first, *others = traces.values()
+    held = first.held
+    batch = first.batch
+    work = dict(first.work)
+    for trace in others:
+        held = max(held, trace.held)
+        batch = max(batch, trace.batch)
+        for name, stage_work in trace.work.items():
+            work[name] = Work.of_each(max, work[name], stage_work)
+    return PlanTrace(peaks, {}, parts, held, work, batch)
+
+
+def _split_phase(name: str) -> tuple[int, str, str]:
+    """Return the stage in a phase's name, the name's beginning with it, and its end; 0 and "" without a pipeline."""
+    if not name.startswith("stage "):
+        return 0, "", name
+    _, stage, phase = name.split(" ", 2)
+    return int(stage), f"stage {stage} ", phase
+
+
 def check_size(size: int, parallel: Parallel) -> None:
     """Check the size of a world.
 
@@ -401,7 +524,7 @@ def check_size(size: int, parallel: Parallel) -> None:
         raise ConfigError(f"--world-sizes {size}: give the number of devices, from 1 to {_LARGEST}")
     if size % parallel.size:
         raise ConfigError(
-            f"--parallel.tensor {parallel.tensor}: --world-sizes {size} is not a multiple of it; change one of them"
+            f"{parallel.flags}: --world-sizes {size} is not a multiple of {parallel.size}; change one of them"
         )
 
 
@@ -481,22 +604,23 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
     update = update + ordering if device.host else max(update, ordering)
     gather_bytes, sum_bytes = split
     replica = config.parallel.size
-    replicas = size // replica
+    gradient_ranks = size // replica * config.parallel.context
+    # Until a pipeline's last stage has its first micro-batch, and the first stage the last one's gradient.
+    rounds = estimate.slots + config.parallel.pipeline - 1
     exposed = 0.0
     if replica > 1:
         # A rank has nothing to compute before the others' parts are there.
         rate = _LINK * (device.link if replica <= NODE else device.network)
         wait = _LATENCY * (replica - 1).bit_length()
-        exposed += estimate.slots * (compute.sent / rate + compute.messages * wait)
-    if replicas > 1:
+        exposed += rounds * (compute.sent / rate + compute.messages * wait)
+    if gradient_ranks > 1:
         rate = _LINK * (device.link if size <= NODE else device.network)
-        wait = _LATENCY * (replicas - 1).bit_length()
+        wait = _LATENCY * (gradient_ranks - 1).bit_length()
         # A ring sends this share of the bytes over each link.
-        ring = (replicas - 1) / replicas
+        ring = (gradient_ranks - 1) / gradient_ranks
         # Most of a gather overlaps with the computation of its micro-batch.
         per_micro = max(0.0, gather_bytes * ring / rate - 0.8 * micro) + (wait if gather_bytes else 0.0)
         # The sum of the gradients moves the bytes twice, and overlaps with the last backward in part.
         exchange_seconds = 2 * sum_bytes * ring / rate
         exposed += estimate.slots * per_micro + max(0.05 * exchange_seconds, exchange_seconds - 0.6 * micro) + wait
-    slots = estimate.slots
-    return Times(slots * micro, update, exposed, slots * launching, slots * computing)
+    return Times(rounds * micro, update, exposed, rounds * launching, rounds * computing)

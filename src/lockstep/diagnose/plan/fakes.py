@@ -43,11 +43,15 @@ from lockstep.distributed.replicas import form_replicas
 from lockstep.distributed.world import World
 from lockstep.engines.ddp import GradientUsage, ReplicatedEngine
 from lockstep.engines.registry import engine_class
+from lockstep.parallel import context, stages
+from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.stages import StageInput
 
 __all__ = [
     "REFUSED",
     "UNKNOWN",
     "Unwatched",
+    "arriving",
     "as_fake",
     "exchanging",
     "fake_device",
@@ -298,7 +302,7 @@ _ATTENTION: Any = F.scaled_dot_product_attention
 
 
 class FakeWorld(World):
-    """Rank 0 of a world whose other ranks have the same values."""
+    """A rank of a world whose other ranks have the same values."""
 
     __slots__ = ()
 
@@ -334,25 +338,28 @@ _WHOLE: Mapping[str, int] = MappingProxyType({})
 
 @contextlib.contextmanager
 def fake_world(
-    size: int, *, engine: str = PLAIN, fused: bool = True, degrees: Mapping[str, int] = _WHOLE
+    size: int, *, engine: str = PLAIN, fused: bool = True, degrees: Mapping[str, int] = _WHOLE, stage: int = 0
 ) -> Iterator[FakeWorld]:
-    """Simulate rank 0 of `size` ranks on a CPU, where every tensor is fake.
+    """Simulate a rank of `size` ranks on a CPU, where every tensor is fake.
 
     Args:
         engine: the engine to build in it; unless it is a single process there are process groups, as with degrees, so
             no other default group may exist.
         fused: attention with dropout is one kernel, as on every GPU; a CPU materialises the attention weights for it.
         degrees: of `form_replicas`, by name; the world has the replicas.
+        stage: of a pipeline; the rank is its first one in the first replica. Without a pipeline it is rank 0.
     """
+    # Stages follow each other in a replica.
+    rank = stage * degrees.get("context", 1) * degrees.get("tensor", 1)
     with contextlib.ExitStack() as stack:
-        world = FakeWorld(0, 0, size, torch.device("cpu"))
+        world = FakeWorld(rank, rank, size, torch.device("cpu"))
         if degrees or not ENGINES[engine].one_process:
             # The fake process group is in torch's testing package, the same since torch 2.11.
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
-            dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+            dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
             stack.callback(_destroy_groups)
-            _set_launcher_variables(stack, size)
+            _set_launcher_variables(stack, rank, size)
             world.control = dist.group.WORLD
             # While tensors are real: a mesh is one of ranks.
             form_replicas(world, **degrees)  # collective
@@ -366,6 +373,8 @@ def fake_world(
         _patch_masks(stack)
         if fused:
             _set(stack, F, "scaled_dot_product_attention", _attention_without_dropout)
+            # On a GPU the mask of divided sequences takes no memory.
+            _set(stack, context, "_last_rows", lambda size, end, device: None)
         yield world
 
 
@@ -381,9 +390,9 @@ def _destroy_groups() -> None:
                 setattr(module, key, None)
 
 
-def _set_launcher_variables(stack: contextlib.ExitStack, size: int) -> None:
+def _set_launcher_variables(stack: contextlib.ExitStack, rank: int, size: int) -> None:
     """Set the launcher's environment variables, which DeepSpeed reads, until `stack` closes."""
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     before = {name: os.environ.get(name) for name in names}
     for name, value in names.items():
         os.environ[name] = str(value)
@@ -411,8 +420,11 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
 
     apply: Any = importlib.import_module("lockstep.engines.fsdp.apply")
     # A mesh is made from real tensors of ranks. FSDP joins the dimensions of one for each divided parameter.
-    for owner, name in ((apply, "init_device_mesh"), (DeviceMesh, "__init__")):
-        _set(stack, owner, name, _with_real_tensors(getattr(owner, name)))
+    # A pipeline is cut by what a forward on fake tensors of its own shows, which is no part of a step.
+    for owner, name in ((apply, "init_device_mesh"), (DeviceMesh, "__init__"), (stages, "trace_blocks")):
+        _set(stack, owner, name, _without_modes(getattr(owner, name)))
+    # No draw depends on the generators, whose states have no values either.
+    _set(stack, stages, "_set_generators", lambda states, device: None)
     _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
     # The ranks' total follows from this rank's count: the others do the same.
     _set(
@@ -437,7 +449,7 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     _set(stack, ReplicatedEngine, "_wrap", wrap_with_hook)
 
 
-def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
@@ -560,6 +572,15 @@ def exchanging(model: nn.Module) -> None:
     # The engine may have set a hook of its own, for compression; a second one is refused.
     with contextlib.suppress(RuntimeError):
         model.register_comm_hook(None, hook)
+
+
+def arriving(pipeline: Pipeline, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Let hidden states of this form arrive whenever a stage receives some, since no header has values."""
+
+    def prepare_arrival() -> StageInput:
+        return StageInput(torch.empty(shape, dtype=dtype), stages.generator_states(pipeline.stages.device))
+
+    vars(pipeline)["_prepare_arrival"] = prepare_arrival
 
 
 def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:

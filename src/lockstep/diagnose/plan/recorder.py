@@ -35,8 +35,16 @@ _ALIKE = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATEN._scaled_dot_product_flash_attention_backward,
 }
 _Resize = Callable[[Any, int], Any]
-# Collectives within a replica -> the places of the process group and of what a rank brings among the arguments.
-_COLLECTIVES = {torch.ops.c10d.allreduce_.default: (1, 0), torch.ops.c10d.allgather_.default: (2, 1)}
+# Messages within a replica -> the places of the process group and of what a rank brings among the arguments, and how
+# often a rank sends that: ranks -> times.
+_MESSAGES: dict[Any, tuple[int, int, Callable[[int], float]]] = {
+    # A ring passes each part of the tensor around twice.
+    torch.ops.c10d.allreduce_.default: (1, 0, lambda ranks: 2 * (ranks - 1) / ranks),
+    torch.ops.c10d.allgather_.default: (2, 1, lambda ranks: ranks - 1),
+    torch.ops.c10d.alltoall_base_.default: (2, 1, lambda ranks: (ranks - 1) / ranks),
+    # Hidden states of a pipeline, or their gradient, to one neighbour.
+    torch.ops.c10d.send.default: (1, 0, lambda ranks: 1),
+}
 
 
 @dataclass(slots=True)
@@ -47,8 +55,8 @@ class Work:
         flops: operations of products, convolutions and attention: 2 for a multiply-add.
         moved: bytes that all operations read and write, each by itself.
         calls: operations without views.
-        sent: bytes that a rank sends to the others of its replica, in rings.
-        messages: collectives within the replica.
+        sent: bytes that a rank sends to the others of its replica, in rings or to a neighbour.
+        messages: within the replica, those that it takes part in or sends.
     """
 
     flops: float = 0.0
@@ -214,7 +222,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         if flops is not None:
             work.flops += flops(*args, **kwargs, out_val=output)
         work.calls += 1
-        if func in _COLLECTIVES:
+        if func in _MESSAGES:
             self._count_sent(func, args, work)
         if kwargs:
             tensors = _tensors(args) + _tensors(kwargs) + outputs
@@ -223,14 +231,12 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         work.moved += sum([local(tensor).nbytes for tensor in tensors])
 
     def _count_sent(self, func: Any, args: Any, work: Work) -> None:
-        group_at, tensors_at = _COLLECTIVES[func]
+        group_at, tensors_at, times = _MESSAGES[func]
         group = dist.ProcessGroup.unbox(args[group_at])
         if group.group_name not in self.replica_groups:
             return
         work.messages += 1
-        share = sum([local(tensor).nbytes for tensor in args[tensors_at]]) * (group.size() - 1)
-        # A ring of an all-reduce passes each part of the tensor around twice.
-        work.sent += share * 2 / group.size() if group_at == 1 else share
+        work.sent += times(group.size()) * sum([local(tensor).nbytes for tensor in _tensors(args[tensors_at])])
 
     def _divide(self) -> None:
         """Divide the phase's new peak into parts.

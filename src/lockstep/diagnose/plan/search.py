@@ -144,6 +144,9 @@ def _micro_sizes(planner: Planner, config: Config, open_batch: bool, every: bool
         if batch % size == 0:
             divisors.append(size)
     least = planner.replicas(config) if config.exact else 1
+    if config.parallel.pipeline > 1:
+        # Each stage of a replica works on a micro-batch of its own.
+        least = planner.replicas(config) * config.parallel.pipeline
     return [size for size in divisors if batch // size >= least] or [1]
 
 
@@ -179,9 +182,11 @@ def _seq_len(planner: Planner, estimate: MemoryEstimate) -> int | None:
 
 
 def _layers(planner: Planner) -> int | None:
-    if planner.sizes.layers < 6 or planner.config.activation_checkpointing.startswith("every:"):
+    # Fewer blocks on a stage are traced and not extrapolated, so a task would have to make a deeper model.
+    least = 6 * planner.config.parallel.pipeline
+    if planner.sizes.layers < least or planner.config.activation_checkpointing.startswith("every:"):
         return None
-    deep = list(range(6, _DEEPEST))
+    deep = list(range(least, _DEEPEST))
     return largest(lambda layers: planner.estimate(planner.config, layers).peak, deep, planner.device.room)
 
 
@@ -197,7 +202,7 @@ def _times(planner: Planner, estimate: MemoryEstimate) -> Times:
 def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
     """Combine engines and policies, each with its fastest micro-batch that fits.
 
-    A model is divided over more ranks only where it does not fit otherwise, or was requested so: that sends more.
+    Layers are divided over more ranks only where the model does not fit otherwise, or as requested: that sends more.
     """
     rows = list[PlanRow]()
     for parallel in _divisions(planner):
@@ -207,7 +212,7 @@ def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
 
 
 def _divisions(planner: Planner) -> Iterator[Parallel]:
-    """Yield the ways to divide the model that a run takes, the fewest ranks first."""
+    """Yield the ways to divide layers that a run takes, the fewest ranks first; stages and sequences as requested."""
     asked = planner.config.parallel
     tensor = {1, asked.tensor}
     for power in range(1, NODE.bit_length()):
@@ -245,7 +250,7 @@ def _rows_of(planner: Planner, config: Config, open_batch: bool) -> list[PlanRow
         else:
             states = 0.0
         # Skip engines that cannot fit even without activations: a trace takes seconds.
-        least = engine_class(name).least_held(options, planner.replicas(config), (*state_bytes[:2], states))
+        least = engine_class(name).least_held(options, planner.gradient_ranks(config), (*state_bytes[:2], states))
         if least > planner.device.room:
             continue
         try:

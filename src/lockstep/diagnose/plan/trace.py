@@ -1,11 +1,11 @@
-"""Trace a few training steps in a fake world: rank 0's memory and work.
+"""Trace a few training steps in a fake world: one rank's memory and work.
 
     trace = trace_step(config, subject, world_size, layers=4)
     trace.peaks["backward 0"]       # bytes
 
-The parts are those of a run: `build_model`, the engine, the task's loss. Phases are named by the model's blocks, so
-that a deep model can be extrapolated from two shallow ones (see estimate.py): the peak of a phase is a linear function
-of the number of blocks, if each block's own forward and backward are phases of their own.
+The parts are those of a run: `build_model`, a pipeline's stage, the engine, the task's loss. Phases are named by the
+model's blocks, so that a deep model can be extrapolated from two shallow ones (see estimate.py): the peak of a phase is
+a linear function of the number of blocks, if each block's own forward and backward are phases of their own.
 """
 
 import contextlib
@@ -29,18 +29,21 @@ from lockstep.config.schema import Config
 from lockstep.counts import check_count, describe_count
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import blame
-from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
+from lockstep.diagnose.plan.fakes import REFUSED, arriving, as_fake, exchanging, fake_world, finite, without_modes
 from lockstep.diagnose.plan.recorder import OperationRecorder, Work
 from lockstep.diagnose.plan.subject import Subject, call_task
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.blocks import find_blocks
-from lockstep.engines.registry import engine, options_for
+from lockstep.engines.registry import make_engine, options_for
+from lockstep.engines.request import EngineRequest
 from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.run_state import RunState
 from lockstep.task import has_own
 from lockstep.training.start.build_engine import build_model, build_optimizer
+from lockstep.training.start.replicas import divide_sequences, make_pipeline
 from lockstep.transforms.batchnorm import recorders
 from lockstep.transforms.precision import task_in_precision
 from lockstep.transforms.weight_copies import copies_of
@@ -78,15 +81,16 @@ class PlanTrace(NamedTuple):
 
 
 def trace_step(
-    config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True
+    config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True, stage: int = 0
 ) -> PlanTrace:
-    """Trace rank 0 of `size` ranks, which is the first of its replica.
+    """Trace the first rank of a stage, in the first replica of `size` ranks; without a pipeline rank 0.
 
     Args:
         config: without "auto"; its engine can be made here.
         layers: of the model's blocks; 0: all.
-        slots: micro-batches of rank 0 in a step; in exact mode the step has so many for each replica.
+        slots: micro-batches of the rank in a step; in exact mode the step has so many for each replica.
         fused: see `fake_world`.
+        stage: its index.
 
     Raises:
         Untraceable: the model reads values; the operation is named.
@@ -98,10 +102,10 @@ def trace_step(
     with warnings.catch_warnings(), _freeze_gc():
         warnings.simplefilter("ignore")
         degrees = config.parallel.degrees
-        with fake_world(size, engine=config.engine, fused=fused, degrees=degrees) as world, recorder:
+        with fake_world(size, engine=config.engine, fused=fused, degrees=degrees, stage=stage) as world, recorder:
             recorder.replica_groups = world.replica_groups
             try:
-                return _Stage(config, subject, world, recorder, layers).play(slots)
+                return _FakeRun(config, subject, world, recorder, layers).trace(slots)
             except REFUSED as error:
                 raise Untraceable(
                     f"the model cannot be traced without numbers: {recorder.operation} ({recorder.phase}) needs the "
@@ -143,7 +147,7 @@ def probe_step(config: Config, subject: Subject, slots: int) -> PlanTrace:
     config = dataclasses.replace(config, engine=PLAIN, engine_options=options_for(PLAIN, config.engine_options))
     with recorder:
         try:
-            return _Stage(config, subject, World(), recorder, 0).play(slots)
+            return _FakeRun(config, subject, World(), recorder, 0).trace(slots)
         except LockstepError:
             raise
         except Exception as error:
@@ -158,7 +162,7 @@ class _FirstStep(NamedTuple):
     states: int
 
 
-class _Stage:
+class _FakeRun:
     """A run's parts in the fake world."""
 
     def __init__(self, config: Config, subject: Subject, world: Any, recorder: OperationRecorder, layers: int) -> None:
@@ -170,11 +174,15 @@ class _Stage:
         task = subject.at(layers)
         self._task = task_in_precision(task, config.precision, world.device.type, lambda line: None)
         model = self._model = build_model(config, self._task, world, RunState(), lambda line: None, sizes_only=True)
+        self._task = divide_sequences(config, self._task, model, world)
         declared = self._task.blocks(model)
         if declared is None:
             self._blocks = find_blocks(model).modules
         else:
             self._blocks = list(declared)
+        self._pipeline: Pipeline | None = None
+        if config.parallel.pipeline > 1:
+            self._pipeline = self._cut_stage(config, world)
         self._optimizer: Optimizer | None = None
         self._engine = self._build_engine(config, world)
         exchanging(self._engine.model)
@@ -184,30 +192,48 @@ class _Stage:
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._buffers = [module._buffers for module in modules if module._buffers]
 
-    def _build_engine(self, config: Config, world: Any) -> Engine:
+    def _cut_stage(self, config: Config, world: World) -> Pipeline:
+        """Keep one stage of the model, as a run does, and its blocks."""
+        forms: list[tuple[torch.Size, torch.dtype]] = []
+
+        def note_form(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                forms.append((output.shape, output.dtype))
+
+        # The cut runs all blocks once, on fake tensors: this is how the stage knows what it will receive.
+        handles = [block.register_forward_hook(note_form) for block in self._blocks]
+        micro_batches = config.micro_batches // world.data_parallel.size
+        pipeline = make_pipeline(config, self._task, self._model, world, micro_batches, lambda: self._batch().data)
+        for handle in handles:
+            handle.remove()
+        own = pipeline.stage.index.own(len(pipeline.stage.blocks))
+        if own.start:
+            arriving(pipeline, *forms[own.start - 1])
+        self._blocks = [pipeline.stage.blocks[number] for number in own]
+        return pipeline
+
+    def _build_engine(self, config: Config, world: World) -> Engine:
         def make(model: nn.Module) -> Optimizer:
-            self._optimizer = build_optimizer(config, self._task, model)
+            self._optimizer = build_optimizer(config, self._task, model, self._pipeline)
             return self._optimizer
 
         options = config.engine_options
         # With "auto" a step of fsdp would ask the other ranks for numbers.
         if options.find_unused_parameters == "auto":
             options = dataclasses.replace(options, find_unused_parameters=_unused_option(config))
-        return engine(
-            config.engine,
-            self._model,
-            make,
-            world,
+        request = EngineRequest(
             clip=config.optim.clip,
-            exact_micro_batches=config.micro_batches if config.exact else 0,
-            loss_scaling=config.precision == "fp16" and config.fp16,
-            blocks=self._task.blocks(self._model) or (),
+            exact=config.micro_batches if config.exact else 0,
+            loss_scaling=config.fp16 if config.precision == "fp16" else None,
+            blocks=tuple(self._task.blocks(self._model) or ()),
             options=options,
             say=lambda line: None,
             ema=config.optim.ema,
+            pipeline=self._pipeline,
         )
+        return make_engine(config.engine, self._model, make, world, request)
 
-    def play(self, slots: int) -> PlanTrace:
+    def trace(self, slots: int) -> PlanTrace:
         """Trace one step, in which the optimizer has its states."""
         recorder = self._recorder
         start = self._recorder.peaks.get("start", 0)
@@ -294,8 +320,17 @@ class _Stage:
         return _FirstStep({}, {}, 0)
 
     def _step(self, batch: MicroBatch, slots: int) -> None:
-        for slot in range(slots):
-            self._slot(batch, last=slot == slots - 1)
+        def forward(slot: int) -> Tensor:
+            with self._engine.accumulate(slot == slots - 1):
+                return self._forward(batch)
+
+        if self._pipeline:
+            # In its own order, which decides how many micro-batches are in flight.
+            self._pipeline.passes(slots, forward, lambda _, loss: self._backward(loss))  # collective
+        else:
+            for slot in range(slots):
+                with self._engine.accumulate(slot == slots - 1):
+                    self._backward(self._forward(batch))
         self._recorder.phase = "update"
         self._engine.step(1.0, math.inf, None)
 
@@ -315,18 +350,19 @@ class _Stage:
             raise TypeError(f"{describe_count(value)} is not a number of items")
         return items
 
-    def _slot(self, batch: MicroBatch, last: bool) -> None:
+    def _forward(self, batch: MicroBatch) -> Tensor:
         recorder = self._recorder
         recorder.phase = "begin"
-        with self._engine.accumulate(last):
-            # A model that reads a number cannot be traced; the engine may read its own.
-            recorder.asked = False
-            try:
-                loss = self._loss(self._engine.model, batch)
-            finally:
-                recorder.asked = True
-            recorder.phase = "loss"
-            self._engine.backward(loss, 1.0)
+        # A model that reads a number cannot be traced; the engine may read its own.
+        recorder.asked = False
+        try:
+            return self._loss(self._engine.model, batch)
+        finally:
+            recorder.asked = True
+
+    def _backward(self, loss: Tensor) -> None:
+        self._recorder.phase = "loss"
+        self._engine.backward(loss, 1.0)
 
     def _parts(self) -> dict[str, list[Tensor]]:
         """Return the named tensors of this rank."""
@@ -370,8 +406,9 @@ def _first_step_differs(config: Config) -> bool:
     It finds the parameters that a backward uses.
     """
     options = config.engine_options
-    # Gradients of divided layers are summed without DDP.
-    buffered = "bucket_cap_mb" in own_options(config.engine) and not config.exact and config.parallel.size == 1
+    # Gradients of divided layers and of stages are summed without DDP.
+    by_hand = config.exact or config.parallel.tensor > 1 or config.parallel.pipeline > 1
+    buffered = "bucket_cap_mb" in own_options(config.engine) and not by_hand
     return buffered and options.find_unused_parameters == "auto" and not options.static_graph
 
 

@@ -450,7 +450,7 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
     """Run `lockstep plan` for the largest micro-batch size that fits, in a process without devices.
 
     Args:
-        ranks: world size.
+        ranks: replicas, of a rank each unless the model is divided.
         memory: bytes of the smallest device.
 
     Returns:
@@ -465,7 +465,14 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
         file = Path(folder) / "config.toml"
         file.write_text(cli.to_toml(dataclasses.replace(config, compile=False)), encoding="utf-8")
         command = [sys.executable, "-m", "lockstep", "plan", "--config", str(file), "--fast", "--json"]
-        command += ["--world-sizes", str(ranks), "--device", _PROFILE, "--memory", f"{memory / 2**30:.4f}GiB"]
+        command += [
+            "--world-sizes",
+            str(ranks * config.parallel.size),
+            "--device",
+            _PROFILE,
+            "--memory",
+            f"{memory / 2**30:.4f}GiB",
+        ]
         try:
             process = subprocess.run(
                 command,

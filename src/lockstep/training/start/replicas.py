@@ -6,6 +6,7 @@ task = divide_sequences(config, task, model, world)             # --parallel.con
 pipeline = cut_pipeline(config, task, model, world, batches)    # --parallel.pipeline; None without
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,7 @@ __all__ = [
     "divide_model",
     "divide_sequences",
     "form_replicas",
+    "make_pipeline",
     "plan_of",
 ]
 
@@ -149,11 +151,26 @@ def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, bat
     Raises:
         ConfigError: the task or its model cannot be cut so.
     """
-    degree = config.parallel.pipeline
-    if degree == 1:
+    if config.parallel.pipeline == 1:
         return None
-    stages = world.part("pp")
     micro_batches = batches.step_plan.micro_batches // world.data_parallel.size
+    return make_pipeline(config, task, model, world, micro_batches, lambda: load_first(batches).data)
+
+
+def make_pipeline(
+    config: Config, task: Task, model: nn.Module, world: World, micro_batches: int, load: Callable[[], Any]
+) -> Pipeline:
+    """Cut a model as `cut_pipeline` does, without the batches of a run.
+
+    Args:
+        micro_batches: of a step, in one replica.
+        load: returns one of them.
+
+    Raises:
+        ConfigError: as `cut_pipeline`.
+    """
+    degree = config.parallel.pipeline
+    stages = world.part("pp")
     check_pipeline(degree, micro_batches, task, hooks=task.hooks is not None)
     if names := batchnorm_names(model):
         raise ConfigError(
@@ -166,8 +183,7 @@ def cut_pipeline(config: Config, task: Task, model: nn.Module, world: World, bat
     loss = lambda held, data: split_loss(whole.loss(held, data))[0]  # noqa: E731
     divide = lambda: _divide_layers(config, whole, model, world)  # noqa: E731
     index = StageIndex(stages.rank, stages.size)
-    batch = load_first(batches).data
-    stage = call_method("loss", lambda data: cut_stage(model, blocks, loss, data, index, divide=divide), batch)
+    stage = call_method("loss", lambda data: cut_stage(model, blocks, loss, data, index, divide=divide), load())
     return Pipeline(stage, stages)
 
 
