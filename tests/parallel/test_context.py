@@ -16,7 +16,7 @@ from lockstep.models.chunked_loss import summed_cross_entropy
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.models.hf_context import attend_over_ranks
 from lockstep.parallel.context import ContextGroup, attention, divide_dropout
-from lockstep.parallel.context_task import divide_task, loss_of_whole
+from lockstep.parallel.context_task import divide_task, whole_task
 
 TIME = 16
 VOCABULARY = 64
@@ -113,7 +113,7 @@ def divided(world, task):
     with torch.no_grad():
         batch = batches(1)[0]
         total, metrics = divide_task(task, group).evaluate(model, batch)
-        whole = loss_of_whole(divide_task(task, group), model, batch)
+        whole = whole_task(divide_task(task, group)).loss(model, batch)
     return losses, found, messages, (float(total), float(whole), *map(float, metrics["odd"]))
 
 
