@@ -226,7 +226,7 @@ def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
 
 def assert_refused(cases, folder):
     assert all(refusal(case) for case in cases)
-    for said in run(refused, cases[0].world, cases, folder):
+    for said in run(refused, cases[0].world, cases, folder, timeout=240.0):  # some import Lightning
         for case, line in zip(cases, said, strict=True):
             assert refusal(case) in line, case
             assert "\n" not in line
