@@ -157,7 +157,6 @@ def _refused_to_divide(case: Case) -> str:
     if case.parallel == "context":
         said |= {
             "BatchNorm": case.model == "batchnorm",
-            "'r2' must be (sum, count)": case.task == "own",
             "must be a sum over positions": case.step in (*UNDECLARED, "whole", "rows"),
         }
     return next((words for words, is_refused in said.items() if is_refused), "")
@@ -189,8 +188,8 @@ def valid(case: Case) -> bool:
     unlike = case.fault == "oom" and (case.world > 1 or case.model == "buffer")
     # The stage with the layer refuses that it changes.
     unlike |= case.parallel == "pipeline" and case.step in ("unfrozen", "frozen")
-    # Each rank has a part of the positions, and moves the buffer by their mean.
-    unlike |= case.parallel == "context" and case.model == "buffer"
+    # Each rank has a part of the positions, moves the buffer by their mean, and has a part of the metric r2.
+    unlike |= case.parallel == "context" and (case.model == "buffer" or case.task == "own")
     return not (refusal(case) or never_after or unlike) and (case.step == "sum" or _shows_the_step(case))
 
 
