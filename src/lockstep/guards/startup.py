@@ -103,7 +103,9 @@ _CODE = _digest(Path(lockstep.__file__).parent)
 
 
 def _task_code(task: Task) -> str:
-    return _class_code(type(user_task(task)))
+    # Any, because mypy does not accept a class as hashable.
+    task_class: Any = type(user_task(task))
+    return _class_code(task_class)
 
 
 # Once for each class: Python parses the complete file to find it.
