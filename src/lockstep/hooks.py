@@ -72,7 +72,8 @@ class Hooks:
         Args:
             index: of the micro-batch in `step`.
             slot: position among this rank's micro-batches, 0 .. slots - 1.
-            counts: False for an empty slot, which is computed only for its collectives.
+            counts: whether this rank counts the micro-batch. Not for an empty slot, which is computed only for its
+                collectives; of the ranks of a replica, which compute the same, one does.
         """
 
     def after_backward(self) -> None:

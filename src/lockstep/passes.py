@@ -282,7 +282,9 @@ class Passes:
         losses = []
         for slot, batch in enumerate(micro):
             if self._hooks:
-                self._hooks.before_batch(step, batch.index, slot, len(micro), counts=bool(batch.weight))
+                self._hooks.before_batch(
+                    step, batch.index, slot, len(micro), counts=bool(batch.weight) and control.world.counts
+                )
             if batch.replaced is not None and counts:
                 control.check_empty(step, batch)
             control.seed(step, batch.index)

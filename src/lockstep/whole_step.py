@@ -336,7 +336,7 @@ class WholeStepPasses(Passes):
         control = self._control
         engine = self._engine
         if self._hooks:
-            self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
+            self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight) and control.world.counts)
         control.seed(step, batch.index)
         audit = control.audit if counts else NO_AUDIT
         with engine.accumulate(True, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:

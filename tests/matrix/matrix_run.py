@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 import warm
-from matrix_cases import UNDECLARED, Case
+from matrix_cases import UNDECLARED, Case, rounds_otherwise
 from matrix_lightning import LIGHTNING, lightning_task
 from matrix_oracle import (
     ALPHA,
@@ -67,6 +67,7 @@ from shell import environment, free_port
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.format import MANIFEST, read_manifest
+from lockstep.config.parallel_options import Parallel
 from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
 from lockstep.distributed.world import World
@@ -110,6 +111,7 @@ class Start(NamedTuple):
     Attributes:
         number: 0 for the first of its case.
         world, engine: the number of ranks, and what splits the model among them.
+        parallel: what two of them divide; "none".
         stop_at: 0: to the end.
         kills: the last rank is killed after the step BAD.
     """
@@ -120,6 +122,12 @@ class Start(NamedTuple):
     engine: str
     stop_at: int
     kills: bool
+    parallel: str
+
+    @property
+    def replicas(self) -> int:
+        """The ranks or pairs of ranks that share a step."""
+        return self.world if self.parallel == "none" else self.world // 2
 
     @property
     def meets_the_fault(self) -> bool:
@@ -132,16 +140,20 @@ def starts(case: Case) -> list[Start]:
     here = (case.world, case.engine)
     whole = case.task == "quantized" and BITS[case.model] == "8bit"
     other = "ddp" if case.task == "manual" or case.step == "closure" or whole else _ANOTHER[case.engine]
-    there = (_BEFORE[case.world], other) if moves else here
     if other == "fsdp" and case.exact and case.step in UNDECLARED:
         other = "zero"
-    found = [(*here, 0, False)]
+    there, there_parallel = here, case.parallel
+    if moves and case.exact and rounds_otherwise(case):
+        there = (2, "ddp")  # of one replica
+    elif moves:
+        there, there_parallel = (_BEFORE[case.world], other), "none"
+    found = [(*here, 0, False, case.parallel)]
     if case.resume == "after":
-        found.insert(0, (*there, _STOPS["after"], False))
+        found.insert(0, (*there, _STOPS["after"], False, there_parallel))
     if case.fault == "killed":
-        found.insert(0, (*here, 0, True))
+        found.insert(0, (*here, 0, True, case.parallel))
     if case.resume == "before":
-        found.insert(0, (*there, _STOPS["before"], False))
+        found.insert(0, (*there, _STOPS["before"], False, there_parallel))
     return [Start(case, number, *each) for number, each in enumerate(found)]
 
 
@@ -183,7 +195,7 @@ def begins(case: Case) -> tuple[int, ...]:
     for start in reversed(starts(case)):  # the earlier ones took the first steps
         averages = start.engine in ("ddp", "zero") and case.precision != "fp16" and not case.exact
         for step in range(resumes_at(case) if start.stop_at else STEPS):
-            found[step] = start.world if averages and step not in firsts else 1
+            found[step] = start.replicas if averages and step not in firsts else 1
     return tuple(found)
 
 
@@ -214,8 +226,12 @@ def play(cases: list[Case], root: Path, nodes: int = 1) -> None:
 
 
 def _by_world(found: list[Start]) -> list[list[Start]]:
-    """The starts in one group of processes for each world size."""
-    return [[start for start in found if start.world == world] for world in sorted({start.world for start in found})]
+    """The starts in one group of processes for each world size, and what its ranks divide.
+
+    In the order in which a case may move from one to the next.
+    """
+    kinds = sorted({(start.world, start.parallel != "none", start.parallel) for start in found})
+    return [[start for start in found if (start.world, start.parallel) == (world, kind)] for world, _, kind in kinds]
 
 
 def _killed(cases: list[Case]) -> list[list[Start]]:
@@ -330,7 +346,7 @@ def _one(world, start, folder):
     """One start: {"taken": steps, "error": line}; the model's buffers after the last step in buffers-RANK.pt."""
     case, taken, error, began = start.case, [], "", time.monotonic()
     torch.use_deterministic_algorithms(False)
-    task = task_of(case, folder)
+    task = task_of(case, folder, start.parallel)
     DeferredReader.lag = int(
         case.reader == "late"
     )  # as from a device, which tells a step's norm after the next has begun
@@ -361,12 +377,12 @@ def _one(world, start, folder):
     return {"taken": taken, "error": error, "seconds": time.monotonic() - began}
 
 
-def task_of(case: Case, folder: Path) -> lockstep.Task:
+def task_of(case: Case, folder: Path, parallel: str) -> lockstep.Task:
     if case.task in LIGHTNING:
         return lightning_task(case.task, case.model, case.fault, folder)
     if case.task == "trainer":
         return trainer_task(case.model, case.fault, folder)
-    return subject(case.task, case.model, case.fault, folder, case.step)
+    return subject(case.task, case.model, case.fault, folder, case.step, parallel)
 
 
 def refused(world: World, cases: list[Case], root: Path) -> list[str]:
@@ -376,7 +392,7 @@ def refused(world: World, cases: list[Case], root: Path) -> list[str]:
         folder = root / str(case)
         folder.mkdir(exist_ok=True)
         try:
-            task = task_of(case, folder)
+            task = task_of(case, folder, case.parallel)
             lockstep.train(settings(starts(case)[0], folder), task, world)
             said.append("")
         except LockstepError as error:
@@ -418,7 +434,8 @@ def _optim(case: Case) -> dict[str, object]:
 
 def shares(case: Case, engine: str, world: int) -> tuple[int, ...]:
     """Unequal ones, which the task "options" has where an engine can; () for equal ones."""
-    return {2: (3, 1), 3: (1, 2, 1)}.get(world, ()) if case.task == "options" and engine in ("ddp", "zero") else ()
+    able = engine in ("ddp", "zero") and case.parallel == "none"
+    return {2: (3, 1), 3: (1, 2, 1)}.get(world, ()) if case.task == "options" and able else ()
 
 
 def by_speed(case: Case, engine: str, world: int) -> bool:
@@ -426,18 +443,19 @@ def by_speed(case: Case, engine: str, world: int) -> bool:
 
     With the tasks "muon" and "stream", where an engine can and nothing follows from who computed what.
     """
-    able = engine in ("ddp", "zero") and world in (2, 3)
+    able = engine in ("ddp", "zero") and world in (2, 3) and case.parallel == "none"
     return case.task in ("muon", "stream") and able and case.model != "buffer"
 
 
 def _audit(start: Start) -> float:
     """The share of micro-batches that are computed twice: with the tasks "options" and "muon", where an engine can."""
-    return 0.2 if start.case.task in ("options", "muon") and start.engine in ("single", "ddp", "zero") else 0.0
+    able = start.engine in ("single", "ddp", "zero") and start.parallel == "none"
+    return 0.2 if start.case.task in ("options", "muon") and able else 0.0
 
 
 def _compiles(case: Case) -> bool:
-    """With the task "plateau", so that a compiled model meets each other part."""
-    return case.task == "plateau"
+    """With the task "plateau", so that a compiled model meets each other part that it works with."""
+    return case.task == "plateau" and case.parallel == "none"
 
 
 def _copies(case: Case) -> str:
@@ -485,6 +503,7 @@ def settings(start: Start, folder: Path) -> Config:
         ckpt_freq=_SAVES,
         eval_freq=evaluates(case.task),
         engine=start.engine,
+        parallel=Parallel(**({} if start.parallel == "none" else {start.parallel: 2})),
         precision=case.precision,
         weight_copies=_copies(case),
         exact=case.exact,

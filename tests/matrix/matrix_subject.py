@@ -76,6 +76,7 @@ SILENT = 1  # the step in which the own schedule says nothing
 _BAD_MICRO = {"mlp": 3, "batchnorm": 0, "buffer": 0, "tied": 2, "rotary": 1}  # and its micro-batch: on some rank
 _SPIKE = {"tied": 1000.0}  # the bad sample's targets, else 60
 _INPUTS, _WIDTH, _OUTPUTS = 6, 8, 5
+_POSITIONS = 4  # of a sequence: a head and a tail for each of two context ranks
 
 
 def steps_of(task):
@@ -147,9 +148,10 @@ class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(_INPUTS, _WIDTH), nn.Linear(_WIDTH, _OUTPUTS)
+        self.act = nn.Tanh()
 
     def forward(self, x, token):
-        return self.last(torch.tanh(self.first(x)))
+        return self.last(self.act(self.first(x))).clone()  # of sequences it is a view, of which FSDP2 warns
 
 
 class BatchNorm(nn.Module):
@@ -157,10 +159,11 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.first = nn.Linear(_INPUTS, _WIDTH, bias=False)  # with a bias its gradient would be rounding alone
         self.norm = nn.BatchNorm1d(_WIDTH)
+        self.act = nn.Tanh()
         self.last = nn.Linear(_WIDTH, _OUTPUTS)
 
     def forward(self, x, token):
-        return self.last(torch.tanh(self.norm(self.first(x))))
+        return self.last(self.act(self.norm(self.first(x))))
 
 
 class Moving(Mlp):
@@ -172,7 +175,7 @@ class Moving(Mlp):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x, token):
-        hidden = torch.tanh(self.first(x))
+        hidden = self.act(self.first(x))
         if self.training:
             with torch.no_grad():
                 self.seen.mul_(0.9).add_(hidden.float().mean(0), alpha=0.1)
@@ -188,6 +191,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(_OUTPUTS, _WIDTH)
         self.frozen, self.middle = nn.Linear(_INPUTS, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.act = nn.Tanh()
         self.head = nn.Linear(_WIDTH, _OUTPUTS, bias=False)
         self.head.weight = self.embedding.weight
         self.frozen.requires_grad_(False)
@@ -195,7 +199,7 @@ class Tied(nn.Module):
             self.embedding.weight.mul_(2.0)
 
     def forward(self, x, token):
-        return self.head(torch.tanh(self.middle(self.embedding(token) + self.frozen(x))))
+        return self.head(self.act(self.middle(self.embedding(token) + self.frozen(x))))
 
 
 class Rotary(Mlp):
@@ -213,13 +217,15 @@ class Rotary(Mlp):
         self.none = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x, token):
-        pairs = torch.view_as_complex(self.first(x).float().view(-1, _WIDTH // 2, 2))
-        hidden = torch.tanh(torch.view_as_real(pairs * self.table[token] * self.phase).flatten(1))
+        pairs = torch.view_as_complex(self.first(x).float().unflatten(-1, (_WIDTH // 2, 2)))
+        hidden = self.act(torch.view_as_real(pairs * self.table[token] * self.phase).flatten(-2))
         return self.scale * self.last(hidden) + self.none.sum()
 
 
 HIDDEN = {"tied": "middle.weight"} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "first.weight")
 WHOLE = {"tied": ""} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "last")  # trained beside adapters
+# How the layers are divided over two ranks: what is computed of all columns has them, as a head has all logits.
+_PLANS = {"mlp": {"first": "columns", "last": "rows"}, "tied": {"frozen": "vocabulary", "middle": "vocabulary"}}
 _MODELS = {"mlp": Mlp, "batchnorm": BatchNorm, "buffer": Moving, "tied": Tied, "rotary": Rotary}
 
 
@@ -253,7 +259,8 @@ def loss_sum(model, batch):
 
     With the fault "oom" half as many samples as the bad one is among would fit.
     """
-    if len(batch["x"]) > MICRO // 2 and batch["large"].any():
+    # Stages refuse a loss that reads values.
+    if len(batch["x"]) > MICRO // 2 and "large" in batch and batch["large"].any():
         raise torch.OutOfMemoryError("more memory than there is")
     error = model(batch["x"], batch["token"]).float() - batch["target"]
     return 0.05 * (error.square() * batch["kept"]).sum()
@@ -349,7 +356,7 @@ class Samples(torch.utils.data.Dataset):
         self.noisy, self.raised = fault == "error", raised
         self.mixes = task == "hooked"
         self.draws_random = self.noisy or self.mixes
-        self.large = torch.arange(SAMPLES) == (self.bad if fault == "oom" else -1)
+        self.runs_out, self.large = fault == "oom", torch.arange(SAMPLES) == self.bad
         if fault == "nan":
             self.x[self.bad, 2] = torch.nan
         if fault == "spike":
@@ -364,8 +371,8 @@ class Samples(torch.utils.data.Dataset):
             x = x + torch.randn(_INPUTS) + float(np.random.rand()) + random.random()
             if index == self.bad and self.raised and _first(self.raised):
                 raise OSError(5, "Input/output error", f"{index}.png")
-        fields = {name: getattr(self, name)[index] for name in ("token", "target", "kept", "step", "large")}
-        return {"x": x} | fields
+        names = ("token", "target", "kept", "step", *(["large"] if self.runs_out else []))
+        return {"x": x} | {name: getattr(self, name)[index] for name in names}
 
 
 class Parts:
@@ -402,6 +409,7 @@ class Subject(lockstep.Task):
         self.name, self.fault, self.folder = model, fault, Path(folder)
         self.made = lambda: None
         self.kind = ""  # the task in the case, where it decides the order
+        self.parallel = "none"
 
     def model(self):
         made = make(self.name)
@@ -412,13 +420,34 @@ class Subject(lockstep.Task):
         return Samples(self.name, self.fault, self.folder / "raised", self.kind) if split == "train" else None
 
     def collate(self, samples):
-        return collate(samples)
+        return self.placed(collate(samples))
+
+    def placed(self, batch):
+        """The batch, for context ranks with each sample at a position of a sequence that is empty elsewhere."""
+        if self.parallel != "context":
+            return batch
+        rows, places = torch.arange(len(batch["x"])), batch["token"] % _POSITIONS
+        found = {name: leaf.new_zeros(len(leaf), _POSITIONS, *leaf.shape[1:]) for name, leaf in batch.items()}
+        for name, leaf in batch.items():
+            found[name][rows, places] = leaf
+        return found
 
     def count(self, batch):
         return int(batch["kept"].sum())
 
     def loss(self, model, batch):
         return loss_sum(model, batch)
+
+    def sequence(self, batch):
+        return dict.fromkeys(batch, 1)
+
+    def parallelize(self, model):
+        return _PLANS.get(self.name, {"first": "vocabulary"})
+
+    def blocks(self, model):
+        """Stages end with the layer that `change` freezes; without stages there are no blocks."""
+        names = (HIDDEN[self.name].rpartition(".")[0], "act")
+        return [model.get_submodule(name) for name in names] if self.parallel == "pipeline" else None
 
 
 class Changed(Subject):
@@ -609,7 +638,7 @@ class Hooked(Subject):
         return BatchSampler(order(), MICRO, drop_last=False)
 
     def collate(self, samples):
-        return mixed_rows(samples)
+        return self.placed(mixed_rows(samples))
 
 
 class Own(Subject):
@@ -678,12 +707,14 @@ _STEPS = {
 }
 
 
-def subject(task, model, fault, folder, step="sum"):
-    """The task of a case."""
+def subject(task, model, fault, folder, step="sum", parallel="none"):
+    """The task of a case; `parallel` as in its present start."""
     if step != "sum":
-        return _STEPS[step](model, fault, folder)
+        made = _STEPS[step](model, fault, folder)
+        made.parallel = parallel
+        return made
     kinds = {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked, "stream": Streamed}
     kinds["quantized"] = Quantized
     made = kinds.get(task, Subject)(model, fault, folder)
-    made.kind = task
+    made.kind, made.parallel = task, parallel
     return made

@@ -113,7 +113,7 @@ def _wanted(case: Case, done: int) -> Wanted:
     fault = "none" if case.fault in ("killed", "oom") else case.fault
     if case.task == "manual":
         return manual_oracle(case.model, fault, case.leaves_out, case.precision, done)
-    first, *_ = *shares(case, case.engine, case.world), -(-(BATCH // MICRO) // case.world)
+    first, *_ = *shares(case, case.engine, case.world), -(-(BATCH // MICRO) // starts(case)[-1].replicas)
     return oracle(case.model, fault, case.leaves_out, case.precision, case.task, done, first, begins(case), case.step)
 
 

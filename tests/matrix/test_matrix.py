@@ -1,6 +1,7 @@
 """Every pair of parts together: generated runs, each compared with a plain PyTorch loop, exact ones bit for bit.
 
-The covering sets have each pair of two factors' values that a run can have, and each triple where nobody is killed.
+The covering sets have each pair of two factors' values that a run can have, and each triple where nobody is killed
+and every rank has the whole model.
 `make test-full` draws more runs from all:
 
     MATRIX_SEED=7 MATRIX_COUNT=200 make test-full       the seed is printed, and drawn where none is given
@@ -22,6 +23,7 @@ from matrix_cases import (
     Case,
     everything,
     fewest,
+    in_triples,
     parse,
     read,
     reference,
@@ -125,13 +127,14 @@ def test_covering_set_has_every_possible_pair():
         *(frozenset({("step", step), pair}) for step in FACTORS["step"][1:] for pair in _BESIDE),
         *(frozenset({("step", "closure"), pair}) for pair in (*_ZERO, ("precision", "fp16"))),
         *(frozenset({("fault", "oom"), pair}) for pair in _UNCUT),
+        *(frozenset({("parallel", kind), pair}) for kind, pairs in _UNDIVIDED.items() for pair in pairs),
     }
 
 
 @pytest.mark.slow
 def test_covering_set_has_every_possible_triple():
     assert all(valid(case) for case in TRIPLES)
-    assert not lacking([case for case in everything() if case.fault != "killed"], PAIRS + TRIPLES, 3)
+    assert not lacking([case for case in everything() if in_triples(case)], PAIRS + TRIPLES, 3)
 
 
 def lacking(runs, chosen, size):
@@ -168,6 +171,16 @@ _BESIDE = [
 _BESIDE += [("task", task) for task in FACTORS["task"][1:]]
 _UNCUT = [("world", world) for world in (2, 3, 4)] + [("sums", "exact"), ("model", "batchnorm"), ("model", "buffer")]
 _UNCUT += [("task", task) for task in ("manual", "lightning", "stream", "hooked", "adapters", "trainer")]
+_NEVER = [("engine", "single"), ("engine", "zero"), ("world", 1), ("world", 3), ("fault", "oom"), ("precision", "fp16")]
+_NEVER += [("task", task) for task in ("muon", "adapters", "lightning", "manual", "quantized", "trainer")]
+_UNDIVIDED = {
+    "tensor": _NEVER,
+    "pipeline": [*_NEVER, ("engine", "fsdp"), ("task", "own"), ("task", "hooked")]
+    + [("model", model) for model in ("batchnorm", "buffer", "rotary")]
+    + [("step", step) for step in ("counted", "whole", "rows", "closure", "unfrozen", "frozen")],
+    "context": [*_NEVER, ("task", "own"), ("model", "batchnorm"), ("model", "buffer")]
+    + [("step", step) for step in ("mean", "weighted", "drawn", "counted", "whole", "rows")],
+}
 
 
 def test_contributing_says_how_many_they_are():
@@ -206,13 +219,25 @@ def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
         cases += [cut._replace(task=task) for task in tasks]
         cases += [base._replace(engine="fsdp", model="batchnorm", task="quantized")]  # of 8 bits
         cases += [twice._replace(engine="zero"), twice._replace(engine="fsdp"), twice._replace(precision="fp16")]
+    assert_refused(cases, tmp_path)
+    early = [case for case in cases if case.model != "buffer" and case.task != "own"]  # which a forward must move first
+    assert not [case for case in early if (tmp_path / str(case) / NAME).exists()]
+
+
+def assert_refused(cases, folder):
     assert all(refusal(case) for case in cases)
-    for said in run(refused, world, cases, tmp_path):
+    for said in run(refused, cases[0].world, cases, folder, timeout=240.0):  # some import Lightning
         for case, line in zip(cases, said, strict=True):
             assert refusal(case) in line, case
             assert "\n" not in line
-    early = [case for case in cases if case.model != "buffer" and case.task != "own"]  # which a forward must move first
-    assert not [case for case in early if (tmp_path / str(case) / NAME).exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FACTORS["parallel"][1:])
+def test_what_two_ranks_cannot_divide_is_refused_in_one_line(kind, tmp_path):
+    base = parse("ddp-plain-2-mlp-0-none-stop-float32-now-none-default-sum")._replace(parallel=kind)
+    cases = [base._replace(**{name: value}) for name, value in _UNDIVIDED[kind] if name != "world"]
+    assert_refused([case for case in cases if refusal(case) and case.engine != "single"], tmp_path)
 
 
 @pytest.mark.parametrize("model", FACTORS["model"])

@@ -4,7 +4,7 @@ import pytest
 import small_runs
 import torch
 from divided_runs import TinyGPT, assert_close, train, weights
-from ranks import run
+from ranks import RankError, run
 from refusals import refuses
 from torch import nn
 from toys import Ragged
@@ -175,6 +175,18 @@ def refused(world, folder):
     with refuses(PeerError if world.rank else DataError, "optimizer", "no head"):
         trained(world, folder, OwnOptimizer(), STAGES)
     return (folder / "r").exists()
+
+
+def _freezing(world, folder):
+    with lockstep.Run(small_runs.config(folder, parallel=STAGES, max_steps=3, report=False), Chain(), world) as made:
+        for _ in made:
+            if world.rank == 0:
+                made.model[0].requires_grad_(False)
+
+
+def test_a_stage_refuses_to_freeze_what_others_do_not_have(tmp_path):
+    with pytest.raises(RankError, match=r"froze 0\.weight: --parallel\.pipeline 2 fixed"):
+        run(_freezing, 2, tmp_path)
 
 
 def test_what_cannot_be_cut_is_refused_first(tmp_path):

@@ -35,12 +35,19 @@ class Odd(Network):
 
 
 class Thaw(Hooks):
-    """Train the second block from step 2 on."""
+    """Train the second block from step 2 on, and see that the ranks count each micro-batch once."""
 
     def __init__(self, task):
         self._task = task
+        self._counted = []
+
+    def before_batch(self, step, index, slot, slots, *, counts):
+        self._counted += [index] * counts
 
     def after_step(self, context, done):
+        counted = sorted(index for own in context.gather(self._counted) for index in own)
+        assert counted == list(range(max(counted) + 1))
+        self._counted = []
         if done == 2:
             self._task.made.blocks[1].requires_grad_(True)
 

@@ -276,9 +276,10 @@ class Remade(ForwardingEngine):
         if not changes:
             changes = ["changed the optimizer's groups"]
         change = " and ".join(changes)
-        self._check_agreement(change, names)
+        # First, since the other stages of a pipeline do not have what changed.
         if self._refusal:
             raise LockstepError(f"after step {self._steps} the run {change}: {self._refusal}")
+        self._check_agreement(change, names)
         if fixed := next((name for name in fresh if name in self._changes.fixed), ""):
             raise LockstepError(f"after step {self._steps} the run unfroze {fixed}: {self._changes.fixed[fixed]}")
         self._since |= dict.fromkeys(fresh, self._steps + 1)

@@ -6,6 +6,7 @@
 Configuration and plan are compared elsewhere.
 """
 
+import functools
 import hashlib
 import inspect
 import platform
@@ -102,8 +103,17 @@ _CODE = _digest(Path(lockstep.__file__).parent)
 
 
 def _task_code(task: Task) -> str:
+    # Any, because mypy does not accept a class as hashable.
+    task_class: Any = type(user_task(task))
+    return _class_code(task_class)
+
+
+# Once for each class: Python parses the complete file to find it.
+@functools.cache
+def _class_code(task_class: type) -> str:
+    """Return a digest of a class's source; "" if it has none."""
     try:
-        text = inspect.getsource(type(user_task(task)))
+        text = inspect.getsource(task_class)
     except (OSError, TypeError):
         # The class was made in an interactive session.
         return ""
