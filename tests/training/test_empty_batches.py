@@ -99,7 +99,8 @@ def empty(task):
 def checker(task, seeds=None):
     model = task.model()
     engine = SimpleNamespace(model=model)
-    built = SimpleNamespace(task=task, model=model, engine=engine, world=lockstep.World(), config=config("x"))
+    built = SimpleNamespace(task=task, model=model, engine=engine, world=lockstep.World(), pipeline=None)
+    built.config = config("x")
     return EmptyBatchCheck(built, lambda *place: seeds.append(place) if seeds is not None else None), model
 
 
