@@ -1,4 +1,4 @@
-"""Runs with --parallel.context against the same run on one process: weights, records, bits of replicas, resumes."""
+"""Runs with --parallel.context against the same run on one process: weights, records, resumes, refusals."""
 
 import pytest
 import small_runs
@@ -49,16 +49,6 @@ def test_a_run_with_divided_sequences_trains_as_one_process(tmp_path):
 
 def _with_engine(world, folder, degree, engine):
     return _train(world, folder, degree, engine=engine)
-
-
-def _exact(world, folder, degree):
-    return _train(world, folder, degree, exact=True)
-
-
-def test_replicas_do_not_change_the_bits_in_exact_mode(tmp_path):
-    for ranks in (2, 4):
-        run(_exact, ranks, tmp_path / f"{ranks}", 2)
-    assert small_runs.mark(tmp_path / "2") == small_runs.mark(tmp_path / "4")
 
 
 def _until(world, folder, degree, stop, engine):
