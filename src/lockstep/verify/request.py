@@ -374,7 +374,7 @@ def _divided(
         if not sizes:
             raise ConfigError(
                 f"{parallel.flags}: none of --world-sizes {','.join(map(str, world_sizes))} is a multiple of "
-                f"it; add {parallel.size}"
+                f"{parallel.size}; add {parallel.size}"
             )
         for size in sizes:
             combinations += [Combination(name, size, parallel=parallel) for name in able]

@@ -72,9 +72,10 @@ def describe(answer: PlanResult) -> str:
         )
     compute = estimate.work["compute"]
     if compute.messages:
+        messages = "1 message" if compute.messages == 1 else f"{compute.messages:,.0f} messages"
         lines.append(
-            f"for a micro-batch a rank sends {bytes_text(compute.sent)} in {compute.messages:,.0f} messages within its "
-            "replica, whose ranks wait for each"
+            f"for a micro-batch a rank sends {bytes_text(compute.sent)} in {messages} within its replica, whose ranks "
+            "wait for each"
         )
     if times.launch_bound:
         calls = compute.calls

@@ -423,8 +423,7 @@ def find_largest_micro_batch(
         return 0
     # The device with the least memory decides for all ranks.
     memory = min(world.gather(_device_memory(world.device) if plan is None else 0.0))
-    ranks = world.data_parallel.size
-    bound = memory_bound(config, choose_micro_batch_size(config, ranks))
+    bound = memory_bound(config, choose_micro_batch_size(config, world.data_parallel.size))
     if bound is not None and bound < _SAFE_SHARE * memory:
         return 0
     say(
@@ -432,7 +431,7 @@ def find_largest_micro_batch(
         "device; --micro-batch-size N skips this"
     )
     if world.is_main:
-        planned = (plan or plan_micro_batch)(config, ranks, memory)
+        planned = (plan or plan_micro_batch)(config, world.size, memory)
     else:
         planned = 0
     # Rank 0 plans for all ranks.
@@ -450,7 +449,7 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
     """Run `lockstep plan` for the largest micro-batch size that fits, in a process without devices.
 
     Args:
-        ranks: replicas, of a rank each unless the model is divided.
+        ranks: world size.
         memory: bytes of the smallest device.
 
     Returns:
@@ -465,14 +464,7 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
         file = Path(folder) / "config.toml"
         file.write_text(cli.to_toml(dataclasses.replace(config, compile=False)), encoding="utf-8")
         command = [sys.executable, "-m", "lockstep", "plan", "--config", str(file), "--fast", "--json"]
-        command += [
-            "--world-sizes",
-            str(ranks * config.parallel.size),
-            "--device",
-            _PROFILE,
-            "--memory",
-            f"{memory / 2**30:.4f}GiB",
-        ]
+        command += ["--world-sizes", str(ranks), "--device", _PROFILE, "--memory", f"{memory / 2**30:.4f}GiB"]
         try:
             process = subprocess.run(
                 command,
